@@ -73,8 +73,7 @@ class RecordIterator(grain.DatasetIterator):
             if faults.masks:
                 faults.count(FaultCounts(records=1))
             if type(element) is Unreadable:
-                origin = Origin.of(stream.records, index)
-                faults.leave_out(element, index, feed=stream.feed, origin=origin)
+                faults.leave_out(element, stream.records, index, stream.feed)
             elif element is not None:  # None: a filter left the record out, and Grain skips it, too
                 return element
         raise StopIteration

@@ -103,9 +103,7 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     They are the words that ``std::seed_seq{seed}.generate`` gives (ISO C++, [rand.util.seedseq]).
     """
     n, low = _ROUNDS, 0xFFFFFFFF
-    t = (n - 1) // 2  # as C++ defines t for n < 7; n is 4 here
-    p = (n - t) // 2
-    q = p + t
+    p, q = 1, 2  # as C++ defines them for n = 4
     words = [0x8B8B8B8B] * n
 
     def scrambled(word: int) -> int:

@@ -26,6 +26,8 @@ _REBATCH = getattr(grain.experimental, "RebatchIterDataset", None)
 _FILTER = type(grain.MapDataset.range(1).filter(bool))
 _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
+SOURCE = type(grain.MapDataset.source([0]))
+RANGE = type(grain.MapDataset.range(1))
 SEED = type(grain.MapDataset.range(1).seed(0))
 SLICE = type(grain.MapDataset.range(1)[:1])
 try:

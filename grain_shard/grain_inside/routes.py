@@ -23,23 +23,8 @@ import numpy as np
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.array_rows import ArrayRows
 from grain_shard.grain_inside.index_shuffle import shuffled
-from grain_shard.grain_inside.nodes import (
-    MAP,
-    MAP_WITH_INDEX,
-    RANDOM_MAP,
-    REINDEX,
-    REPEAT,
-    SEED,
-    SLICE,
-)
 from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
-from grain_shard.grain_inside.source_reads import (
-    RANGE,
-    SOURCE,
-    BatchedRead,
-    batched_read_of,
-    single_read_of,
-)
+from grain_shard.grain_inside.source_reads import BatchedRead, batched_read_of, single_read_of
 
 Apply = Callable[..., Any]
 # A function, and the index of each element if the function takes an index.
@@ -60,17 +45,17 @@ _MIXTURES = (
 # For each type of node, the function that makes its element from the parent's element. Except for
 # MAP, the function also takes the index of the element at the node.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: node._map_element,
-    RANDOM_MAP: lambda node: node._random_map_element,
-    MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
+    nodes.MAP: lambda node: node._map_element,
+    nodes.RANDOM_MAP: lambda node: node._random_map_element,
+    nodes.MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
 # For each type of node, the function from indices of the node to indices of the node's parent.
 _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
-    SEED: lambda node, indices: indices,
+    nodes.SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
-    SLICE: lambda node, indices: _below_slice(node, indices),
-    REINDEX: lambda node, indices: _below_slice(node, indices),
-    REPEAT: lambda node, indices: (
+    nodes.SLICE: lambda node, indices: _below_slice(node, indices),
+    nodes.REINDEX: lambda node, indices: _below_slice(node, indices),
+    nodes.REPEAT: lambda node, indices: (
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
 }
@@ -160,7 +145,7 @@ class Route:
     @property
     def runs_no_function(self) -> bool:
         """True if `read` runs no function of the user, so that `finish` runs all functions."""
-        return type(self.ds) in (SOURCE, RANGE)
+        return type(self.ds) in (nodes.SOURCE, nodes.RANGE)
 
     def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> Elements:
         """Reads the elements of `ds`, without applying the functions.
@@ -205,7 +190,7 @@ class Route:
             streams = [iter(part) for part in parts]
             return (next(streams[i]) for i in part_of.tolist())
         read = batched_read_of(self.ds)
-        if read is None and by_grain and type(self.ds) is not SOURCE:
+        if read is None and by_grain and type(self.ds) is not nodes.SOURCE:
             getitems = getattr(self.ds, "_getitems", None)
             read = getitems and (lambda indices: getitems(indices.tolist()))
         if read is None:
@@ -213,7 +198,7 @@ class Route:
         return self._many(read, self.indices, recovery) if len(self.indices) else []
 
     def finish(
-        self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
+        self, elements: Elements, until: float = NEVER, recovery: Recovery = AT_ONCE, start: int = 0
     ) -> Elements:
         """Applies the functions of the route to elements that `read` returned.
 
@@ -222,13 +207,14 @@ class Route:
             until: The time, by `time.perf_counter`, after which no further element is finished. At
                 least one is finished.
             recovery: The rules for functions that fail.
+            start: Position of the first element among the elements of the route.
 
         Returns:
             The finished elements; only the first ones if the time is over or a function failed.
         """
         if isinstance(elements, ArrayRows) and not self.steps:
             return elements
-        return _taken(self._up(elements, recovery), until, recovery)
+        return _taken(self._up(elements, recovery, start, start + len(elements)), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
         """Returns the elements with the functions applied, each made only when it is asked for.
@@ -241,24 +227,23 @@ class Route:
             return elements
         return self._up(_let_go(elements) if isinstance(elements, list) else elements, recovery)
 
-    def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
-        steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]
+    def _up(
+        self, elements: Iterable[Any], recovery: Recovery, start: int = 0, stop: int | None = None
+    ) -> Iterator[Any]:
+        steps = [(apply, None if i is None else i[start:stop].tolist()) for apply, i in self.steps]
         failures: list[Exception] = []
         for i, element in enumerate(elements):
-            if type(element) is Unreadable:
+            try:
+                if type(element) is not Unreadable:
+                    for apply, indices in steps:
+                        element = apply(element) if indices is None else apply(element, indices[i])
                 yield element
                 continue
-            try:
-                for apply, indices in steps:
-                    element = apply(element) if indices is None else apply(element, indices[i])
             except Exception as error:
                 failures.append(error)
-            else:
-                yield element
-                continue
             # The error gets no name here, because its traceback refers to this frame. With a name,
             # frame and error would keep each other in memory.
-            again = functools.partial(self._anew, i, recovery)
+            again = functools.partial(self._anew, start + i, recovery)
             yield recovery.recovered(failures.pop(), again, in_function=True)
 
     def _anew(self, i: int, recovery: Recovery) -> Any:
@@ -333,12 +318,10 @@ class Route:
         failures: list[Exception] = []
         for index in self.indices.tolist():
             try:
-                element = read_one(index)
+                yield read_one(index)
+                continue
             except Exception as error:
                 failures.append(error)
-            else:
-                yield element
-                continue
             # `recovered` is called outside the except block. Inside it, Python would chain each new
             # error to the earlier errors. The error gets no name here, because its traceback refers
             # to this frame. With a name, frame and error would keep each other in memory.
@@ -410,7 +393,7 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
         while True:
             kind = type(ds)
             if kind in _ELEMENTS:
-                steps.append((_ELEMENTS[kind](ds), None if kind is MAP else indices))
+                steps.append((_ELEMENTS[kind](ds), None if kind is nodes.MAP else indices))
             elif kind in _INDICES:
                 indices = _INDICES[kind](ds, indices)
             else:
@@ -438,7 +421,7 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
     while (mixed := below_mixture(way.ds, way.indices)) is not None:
         parents, below = mixed
         way = route(way.ds.parents[parents.item()], below)
-    source = getattr(way.ds, "_source", None) if type(way.ds) is SOURCE else None
+    source = getattr(way.ds, "_source", None) if type(way.ds) is nodes.SOURCE else None
     return None if source is None else (source, way.indices.item() % len(way.ds))
 
 

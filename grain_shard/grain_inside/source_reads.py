@@ -12,10 +12,9 @@ from typing import Any
 import grain
 import numpy as np
 
-BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], to n records
+from grain_shard.grain_inside.nodes import SOURCE
 
-SOURCE = type(grain.MapDataset.source([0]))
-RANGE = type(grain.MapDataset.range(1))
+BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], to n records
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:

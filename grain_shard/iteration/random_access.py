@@ -177,15 +177,7 @@ class RandomAccess(HostBatches):
             return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
-        reads = Reads(
-            batching,
-            indices,
-            buffer_size,
-            pace,
-            position_after,
-            faults=faults,
-            contents=self.contents,
-        )
+        reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
         batches = TaskStage(reads, buffer_size=buffer_size, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
+from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.padding import Padding, pad_batch
@@ -25,54 +26,39 @@ from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
 
 
+@dataclass(eq=False)
 class BatchBuilder:
     """An unfinished host batch. Several threads may each read some of its records.
 
-    Args:
+    Attributes:
         index: The number of the batch in the pipeline, for messages.
+        position: The iterator's position after this batch, which the iterator saves in its state.
         records: int64[n], the indices of the records to read, in the order of the rows.
         route: Reads these records and applies the user's functions to them.
         template: The dataset of the records, and the structure of its rows.
         faults: The rules for failed reads.
         num_rows: Number of rows of the finished batch. Unused without padding.
         padding: The padding; None for an unpadded batch.
-
-    Attributes:
-        size: Number of records to read; 0 if every row of the batch is padding.
         number: Place of the batch in the order in which an iterator reads its batches, from 0.
-        position: The iterator's position after this batch, which the iterator saves in its state.
-        faults: The rules for failed reads.
+        size: Number of records to read; 0 if every row of the batch is padding.
     """
 
-    def __init__(
-        self,
-        index: int,
-        records: np.ndarray,
-        route: Route,
-        template: RowTemplate,
-        faults: Faults,
-        num_rows: int,
-        padding: Padding | None,
-    ):
-        self._index, self._records, self._template = index, records, template
-        self._route = route
-        self.faults: Faults = faults
-        self._num_rows, self._padding = num_rows, padding
-        self.size: int = len(records)
-        self.number: int = 0
-        self.position: Any = None
+    index: int
+    position: Progress
+    records: np.ndarray
+    route: Route
+    template: RowTemplate
+    faults: Faults
+    num_rows: int
+    padding: Padding | None
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.size: int = len(self.records)
         self._missing = self.size
         self._bad_rows: list[int] = []
         self._stack: Stack | None = None
         self._lock = threading.Lock()
-
-    @property
-    def most_at_a_time(self) -> int:
-        """The largest number of rows to make before they are written to the batch.
-
-        If records are read one by one, this is also the largest number of records of a read.
-        """
-        return self._template.rows_at_a_time
 
     def write(self, elements: Elements, start: int, until: float) -> int:
         """Applies the user's functions to elements, and writes the results to the batch.
@@ -89,16 +75,15 @@ class BatchBuilder:
         Returns:
             The number of elements written, at least one.
         """
-        first = 0
-        while first < len(elements) and (not first or time.perf_counter() < until):
-            # `most_at_a_time` follows from the size of a row. It is 1 until a first row is known.
-            stop = min(len(elements), first + self.most_at_a_time)
-            way = self._route.part(start + first, start + stop)
-            with span(READ, part=MAP if way.runs_no_function else None):
-                rows = way.finish(elements[first:stop], until, self.faults)
+        first, count = 0, len(elements)
+        while first < count and (not first or time.perf_counter() < until):
+            # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
+            some, begin = elements[first : first + self.template.rows_at_a_time], start + first
+            with span(READ, part=MAP if self.route.runs_no_function else None):
+                rows = self.route.finish(some, until, self.faults, begin)
             with span(BATCH):
-                self._leave_out_bad(rows, start + first)
-                self._put(rows, start + first)
+                self._leave_out_bad(rows, begin)
+                self._put(rows, begin)
             if isinstance(elements, list):
                 elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
@@ -106,7 +91,7 @@ class BatchBuilder:
 
     def way(self, start: int, stop: int) -> Route:
         """Returns the `Route` that reads the batch's records from position `start` up to `stop`."""
-        return self._route.part(start, stop)
+        return self.route.part(start, stop)
 
     def _put(self, elements: Elements, start: int) -> None:
         """Writes elements to the rows from `start` on.
@@ -115,9 +100,9 @@ class BatchBuilder:
         """
         with self._lock:
             if self._stack is None:
-                known = elements[0], self._records[start]
-                self._stack = Stack(self._template.stacker(self.faults, known), self.size)
-        self._stack.write(elements, start, self._records[start : start + len(elements)])
+                known = elements[0], self.records[start]
+                self._stack = Stack(self.template.stacker(self.faults, known), self.size)
+        self._stack.write(elements, start, self.records[start : start + len(elements)])
 
     def _stacked(self) -> Batch:
         """Returns the batch without padding. Every element must have been written before.
@@ -125,9 +110,9 @@ class BatchBuilder:
         Afterwards this object no longer refers to the arrays of the batch.
         """
         stack, self._stack = self._stack, None
-        return (stack or Stack(self._template.stacker(self.faults), 0)).batch()
+        return (stack or Stack(self.template.stacker(self.faults), 0)).batch()
 
-    def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
+    def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Progress]]]:
         """Counts records as written, and finishes the batch after the last one.
 
         Args:
@@ -154,19 +139,19 @@ class BatchBuilder:
                 padded.
         """
         batch = self._stacked()
-        if self._padding is None:
+        if self.padding is None:
             return batch
         with span(PAD):
-            if self._padding.remainder != "pad":
+            if self.padding.remainder != "pad":
                 flat = FlatBatch.of(batch)
-                if flat.rows < self._num_rows:
+                if flat.rows < self.num_rows:
                     flat.refuse(
                         "a batch in the middle of an epoch is short, because a transformation"
                         " between .batch and .shard_to changes the order of batches.",
                         remedy="shuffle, mix or concatenate before .batch, or use"
                         " .batch(B, drop_remainder=True).",
                     )
-            return pad_batch(batch, self._num_rows, self._padding, self._bad_rows)
+            return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
         """Returns ``[(number, error)]``, so that the loop gets the error in place of the batch."""
@@ -187,13 +172,11 @@ class BatchBuilder:
             self.faults.count(FaultCounts(records=len(rows)))
         if not bad:
             return
-        good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)
-        known = next(((listed[i], self._records[start + i]) for i in good), None)
-        empty = self._template.stacker(self.faults, known).empty_row
+        # No row here can tell the structure. Several rows are made at a time only once it is known.
+        empty = self.template.stacker(self.faults).empty_row
         for i in bad:
-            record = int(self._records[start + i])
-            origin = Origin.of(self._template.records, record)
-            self.faults.leave_out(listed[i], record, origin=origin)
+            record = int(self.records[start + i])
+            self.faults.leave_out(listed[i], self.template.records, record)
             self._bad_rows.append(start + i)
             listed[i] = empty
 
@@ -211,10 +194,10 @@ class BatchBuilder:
         error = bad.error
         if isinstance(error, BadRecordsError) or not isinstance(error, Exception):
             return error
-        records = self._records[start : start + bad.among].tolist()
+        records = self.records[start : start + bad.among].tolist()
         for record in records:
             try:
-                self._template.records[record]  # Grain alone reads it, without our shortcuts
+                self.template.records[record]  # Grain alone reads it, without our shortcuts
             except Exception as another:
                 found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))
@@ -226,11 +209,11 @@ class BatchBuilder:
         return error
 
     def _place(self, record: int, among: int) -> str:
-        return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self._index}"
+        return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self.index}"
 
     def _name(self, record: int, among: int) -> str:
         """Returns a name for messages: of one record, or of `among` records from `record` on."""
         above = "the dataset before .batch"
         if among > 1:
             return f"one of the records {record} to {record + among - 1} of {above}"
-        return record_name(record, above, Origin.of(self._template.records, record))
+        return record_name(record, above, Origin.of(self.template.records, record))

@@ -6,9 +6,10 @@ batches are padded. It is immutable. A stage of the chain returns a changed copy
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -21,6 +22,7 @@ from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.padding import Padding
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
@@ -36,15 +38,14 @@ class Batching(ABC):
             batch is unknown, each batch counts as one record.
         num_epochs: Number of epochs of `cuts` in one pass over the pipeline.
         padding: The padding of each batch; None for unpadded batches.
-        rows: Maps the number of rows of a full batch, with padding, to the row numbers that this
-            host keeps: int64[n], ascending. None keeps all rows.
+        layout: The rows of a batch that this host keeps; None to keep all rows.
         reads_rows_alone: True if one row of a batch can be read without the other rows.
     """
 
     cuts: Cuts
     num_epochs: int = 1
     padding: Padding | None = None
-    rows: Mapping[int, np.ndarray] | None = None
+    layout: BatchLayout | None = None
     reads_rows_alone: ClassVar[bool] = False
 
     @property
@@ -97,25 +98,17 @@ class Batching(ABC):
         """The sizes of full global batches with padding, each listed once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
-    def rows_of(self, unpadded_size: int) -> np.ndarray | None:
-        """Returns the numbers of the rows that this host keeps of a full batch with its padding.
+    @functools.cached_property
+    def kept(self) -> dict[int, np.ndarray]:
+        """The rows that this host keeps of a full batch, with its padding: int64[n], ascending.
 
-        Args:
-            unpadded_size: Number of rows of the batch, without padding.
+        Each of `unpadded_sizes` has an entry.
 
-        Returns:
-            int64[n], ascending; None to keep all rows.
+        Raises:
+            ShardingError: The shards of `layout` do not divide a batch size.
         """
-        return None if self.rows is None else self.rows[self._padded_size(unpadded_size)]
-
-    def host_batch_size_of(self, unpadded_size: int) -> int:
-        """Returns how many rows this host keeps of a full batch, including rows of padding.
-
-        Args:
-            unpadded_size: Number of rows of the batch, without padding.
-        """
-        rows = self.rows_of(unpadded_size)
-        return self._padded_size(unpadded_size) if rows is None else len(rows)
+        rows = np.arange if self.layout is None else self.layout.rows
+        return {size: rows(self._padded_size(size)) for size in self.unpadded_sizes}
 
     def _padded_size(self, size: int) -> int:
         return size if self.padding is None else self.padding.size(size)
@@ -126,7 +119,7 @@ class Batching(ABC):
 
         Rows of padding are counted.
         """
-        return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
+        return tuple(map(len, self.kept.values()))
 
     @property
     def has_several_sizes(self) -> bool:
@@ -141,9 +134,9 @@ class Batching(ABC):
     @property
     def reads_other_rows(self) -> bool:
         """True if this host evaluates every row of a batch, but keeps only some rows."""
-        if self.rows is None or self.reads_rows_alone:
+        if self.layout is None or self.reads_rows_alone:
             return False
-        return any(len(rows) < size for size, rows in self.rows.items())
+        return len(self.layout.shards) < self.layout.divisor
 
     @property
     def rows_of_padding(self) -> Padding:
@@ -233,9 +226,7 @@ class Batching(ABC):
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads and returns one host batch, in the calling thread."""
         (builder,) = self.begin([index], faults)
-        done = 0
-        while done < builder.size:
-            with span(READ):
-                elements = builder.way(done, builder.size).read(NEVER, faults)
-            done += builder.write(elements, done, NEVER)
-        return builder.finish()
+        with span(READ):
+            elements = builder.route.read(NEVER, faults)
+        [(_, (batch, _))] = builder.wrote(builder.write(elements, 0, NEVER))
+        return batch

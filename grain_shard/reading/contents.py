@@ -16,8 +16,8 @@ from absl import logging
 
 from grain_shard.digest import DIGITS, element_digest
 from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.nodes import RANGE, SOURCE
 from grain_shard.grain_inside.routes import Route
-from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
 
 # A random source may by chance give the same two records again. So both are read this many more
@@ -29,8 +29,10 @@ _MORE_READS = 6
 _SOURCE, _MARK = "source", "-"
 
 
-class Contents:
+class Contents(Task[Any]):
     """Digests of two records of a dataset's first source: the first record and the middle one.
+
+    As a task, it reads the records in a thread that also reads batches.
 
     Args:
         ds: The dataset; None for a pipeline whose contents are not compared.
@@ -42,6 +44,9 @@ class Contents:
         why_not: The reason why contents are not compared, for messages. It is "" if contents are
             compared, if `ds` is None, and if every source is a ``MapDataset.range``.
     """
+
+    # With size 0, the time of this task is left out when the number of threads is chosen.
+    begins, size = 0, 0
 
     def __init__(self, ds: Any = None):
         leaves = [] if ds is None else nodes.sources(ds)
@@ -62,6 +67,10 @@ class Contents:
         self.digest, self.is_read = self._read(), True
         if not self.digest:
             self.why_not = f"one of the records {self._indices} cannot be read or hashed"
+
+    def run(self) -> Iterable[tuple[int, Any]]:
+        self.read()
+        return ()
 
     def by_record(self, digest: str) -> dict[str, str]:
         """Splits a digest of contents into the digests of the two records.
@@ -97,20 +106,6 @@ class Contents:
         except Exception:  # the loop raises the error when it reads this record
             return ""
         return "".join(digests) if len(digests) == len(self._indices) else ""
-
-
-class ContentsRead(Task[Any]):
-    """A task that reads the records of a `Contents` in a thread that also reads batches."""
-
-    # With size 0, the time of this task is left out when the number of threads is chosen.
-    begins, size = 0, 0
-
-    def __init__(self, contents: Contents):
-        self._contents = contents
-
-    def run(self) -> Iterable[tuple[int, Any]]:
-        self._contents.read()
-        return ()
 
 
 def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:

@@ -39,12 +39,14 @@ class Cut(NamedTuple):
         record: Index of the first record within the epoch.
         num_records: Number of records; less than `size` at the end of an epoch.
         size: Number of records of a full batch at this step.
+        after: The position after this batch.
     """
 
     epoch: int
     record: int
     num_records: int
     size: int
+    after: Progress
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class Cuts:
         >>> cuts = Cuts(10, {0: 4, 2: 3})
         >>> for step in range(4):
         ...     print(cuts.cut(step))
-        Cut(epoch=0, record=0, num_records=4, size=4)
-        Cut(epoch=0, record=4, num_records=4, size=4)
-        Cut(epoch=0, record=8, num_records=2, size=3)
-        Cut(epoch=1, record=0, num_records=3, size=3)
+        Cut(epoch=0, record=0, num_records=4, size=4, after=Progress(step=1, epoch=0, record=4))
+        Cut(epoch=0, record=4, num_records=4, size=4, after=Progress(step=2, epoch=0, record=8))
+        Cut(epoch=0, record=8, num_records=2, size=3, after=Progress(step=3, epoch=1, record=0))
+        Cut(epoch=1, record=0, num_records=3, size=3, after=Progress(step=4, epoch=1, record=3))
 
     Attributes:
         records: Number of records in an epoch.
@@ -88,20 +90,18 @@ class Cuts:
         first = max(step for step in self.sizes_by_step if step <= self.begin.step)
         for step, size in self.sizes_by_step.items():
             if step >= first:
-                start = stretches[-1].progress(step) if stretches else self.begin
+                start = stretches[-1].cut(step - 1).after if stretches else self.begin
                 stretches.append(_Stretch(self.records, self.drop_remainder, start, size))
         return stretches
 
-    def _stretch_at(self, step: int) -> _Stretch:
-        return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
-
     def cut(self, step: int) -> Cut:
         """Returns the records of the batch with number `step`."""
-        return self._stretch_at(step).cut(step)
+        after = bisect_right(self._stretches, step, key=lambda s: s.start.step)
+        return self._stretches[after - 1].cut(step)
 
     def progress(self, step: int) -> Progress:
         """Returns the position of a run that has handed out all batches before `step`."""
-        return self.begin if step == self.begin.step else self._stretch_at(step - 1).progress(step)
+        return self.begin if step == self.begin.step else self.cut(step - 1).after
 
     def step_of(self, epoch: int, record: int) -> int:
         """Returns the step whose batch has a given record.
@@ -128,7 +128,7 @@ class Cuts:
         return any(cut.num_records < cut.size for cut in last)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Stretch:
     """A part of a run in which the batch size stays the same.
 
@@ -144,16 +144,10 @@ class _Stretch:
     start: Progress
     size: int
 
-    def _batches(self, records: int) -> int:
-        return records // self.size if self.drop_remainder else -(-records // self.size)
-
-    @functools.cached_property
-    def _first_epoch(self) -> int:
-        return self._batches(self.records - self.start.record)
-
-    @functools.cached_property
-    def _each_epoch(self) -> int:
-        return self._batches(self.records)
+    def __post_init__(self) -> None:
+        short = 0 if self.drop_remainder else self.size - 1
+        self._first_epoch = (self.records - self.start.record + short) // self.size
+        self._each_epoch = (self.records + short) // self.size
 
     def cut(self, step: int) -> Cut:
         epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step
@@ -162,14 +156,9 @@ class _Stretch:
             later, batch = divmod(batch - self._first_epoch, self._each_epoch)
             epoch, record = epoch + 1 + later, 0
         record += batch * self.size
-        return Cut(epoch, record, min(self.size, self.records - record), self.size)
-
-    def progress(self, step: int) -> Progress:
-        last = self.cut(step - 1)
-        record = last.record + last.num_records
-        if record == self.records:
-            return Progress(step, last.epoch + 1, 0)
-        return Progress(step, last.epoch, record)
+        stop = min(record + self.size, self.records)
+        after = (epoch, stop) if stop < self.records else (epoch + 1, 0)
+        return Cut(epoch, record, stop - record, self.size, Progress(step + 1, *after))
 
     def step_of(self, epoch: int, record: int) -> int:
         later = epoch - self.start.epoch

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+import grain
 from absl import logging
 
 from grain_shard.errors import (
@@ -332,24 +333,20 @@ class Faults(Recovery):
         return most * max(self._counts.records, _SHARE_OF_AT_LEAST)
 
     def leave_out(
-        self,
-        bad: Unreadable,
-        record: int,
-        *,
-        feed: int | None = None,
-        origin: Origin | None = None,
+        self, bad: Unreadable, records: grain.MapDataset, record: int, feed: int | None = None
     ) -> None:
         """Counts and logs a bad record, which is left out.
 
         Args:
             bad: The placeholder of the record, with its error.
-            record: Index of the record, as in `BadRecord`.
+            records: The dataset of the record.
+            record: Index of the record in that dataset, as in `BadRecord`.
             feed: Number of the record's feed; None in a pipeline without feeds.
-            origin: The record's place in the source; None if unknown.
 
         Raises:
             BadRecordsError: There are too many bad records.
         """
+        origin = Origin.of(records, record)
         self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:

@@ -63,12 +63,7 @@ def records_fingerprint(
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
     size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.schedule.weights}
-    return {
-        **size,
-        "source": pipeline_digests(records)["source"],
-        "seeds": digest([nodes.seeds(node) for node in (*after, *nodes.walk(records))]),
-        "transforms": digest(described),
-    }
+    return {**size, **pipeline_digests(records, after), "transforms": digest(described)}
 
 
 def _mixture_in_order(
@@ -107,13 +102,19 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
     return {**fingerprint, WEIGHTS: digest(used)}
 
 
-def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
+def pipeline_digests(
+    ds: grain.MapDataset | grain.IterDataset, after: Sequence[grain.MapDataset] = ()
+) -> dict[str, str]:
     """Returns digests of a pipeline, by the names "source", "seeds" and "transforms".
 
     The digest of a source is made of its text, its number of records and the names of its files. A
     Hugging Face dataset adds its own fingerprint.
+
+    Args:
+        ds: The pipeline.
+        after: Nodes that follow it, from the last one back.
     """
-    walked = list(nodes.walk(ds))
+    walked = [*after, *nodes.walk(ds)]
     return {
         "source": digest([_source(node) for node in nodes.sources(ds)]),
         "seeds": digest([nodes.seeds(n) for n in walked]),

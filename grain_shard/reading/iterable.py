@@ -94,7 +94,8 @@ class IterableBatches(grain.IterDataset):
 
     def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
-        self._source, self.rows = source, rows
+        self._source = source
+        self.rows: Rows | None = rows
         self.has_begun: bool = False
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
@@ -189,18 +190,15 @@ def _as_numpy(leaf: Any) -> Any:
     return np.asarray(leaf) if hasattr(leaf, "__array__") and not known else leaf
 
 
-def is_from_iterable(ds: Any) -> bool:
-    """Returns whether `from_iterable` made the dataset."""
-    return isinstance(ds, IterableBatches)
-
-
 def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
     """Returns the ``rows=`` of the `from_iterable` sources of a pipeline.
 
     Returns:
         "global" or "local"; None unless every source is from `from_iterable` and has the same rows.
     """
-    said = {source.rows if is_from_iterable(source) else None for source in nodes.sources(ds)}
+    said: set[Rows | None] = {
+        source.rows if isinstance(source, IterableBatches) else None for source in nodes.sources(ds)
+    }
     return said.pop() if len(said) == 1 else None
 
 
@@ -234,7 +232,7 @@ def require_new_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
             it has begun.
     """
     for source in nodes.sources(ds):
-        if is_from_iterable(source):
+        if isinstance(source, IterableBatches):
             source.require_new_pass()
 
 
@@ -245,7 +243,7 @@ def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
         ShardingError: A source of the pipeline is itself an iterator, which all passes share.
     """
     for source in nodes.sources(ds):
-        if is_from_iterable(source) and source.has_one_pass:
+        if isinstance(source, IterableBatches) and source.has_one_pass:
             raise ShardingError(
                 "a batch must be read to learn the shapes. But the loop would then miss that batch,"
                 f" because {source} can be iterated over only once.",

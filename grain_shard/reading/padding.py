@@ -212,20 +212,17 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
             mask's key already; a leaf cannot hold its pad value; or `pad_value` names a leaf that
             the batch does not have.
     """
-    flat, mask_key, bad = FlatBatch.of(batch), padding.mask_key, list(bad_rows)
-    arrays, missing = flat.arrays, size - flat.rows
+    flat, mask_key = FlatBatch.of(batch), padding.mask_key
+    arrays, bad = flat.arrays, [*bad_rows, *range(flat.rows, size)]
     # The default 0 fits every leaf. Any other pad value is checked even if no row is missing, so
     # that a wrong value raises an error at the first batch.
     is_zero = type(padding.pad_value) is int and padding.pad_value == 0
-    if missing or bad or not is_zero:
+    if bad or not is_zero:
         values = padding.values(flat.structure.unflatten(arrays))
-        if missing:
-            padding.made()
-            arrays = [
-                _with_rows(array, missing, value) if array.ndim else array
-                for array, value in zip(arrays, values, strict=True)
-            ]
+        if flat.rows < size:
+            arrays = [_with_rows(array, size) if array.ndim else array for array in arrays]
         if bad:
+            padding.made()
             for array, value in zip(arrays, values, strict=True):
                 if array.ndim:
                     array[bad] = value
@@ -254,13 +251,13 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
             leaf=describe_leaf(padded[mask_key]),
             remedy=f"pass another mask_key, or {_NO_MASK}",
         )
-    mask = np.arange(size) < flat.rows
+    mask = np.ones(size, bool)
     mask[bad] = False
     return {**padded, mask_key: mask}
 
 
-def _with_rows(array: np.ndarray, count: int, value: np.ndarray) -> np.ndarray:
-    padded = empty((len(array) + count, *array.shape[1:]), array.dtype)
-    padded[: len(array)] = array
-    padded[len(array) :] = value
-    return padded
+def _with_rows(array: np.ndarray, size: int) -> np.ndarray:
+    """Returns a copy with `size` rows. The rows at the end that `array` lacks are not set."""
+    longer = empty((size, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer

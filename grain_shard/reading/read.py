@@ -167,10 +167,11 @@ class Read(Task[Any]):
         if elements is None:
             (elements,) = _read([part], until)
             until = time.perf_counter() + 2 * _READ_S
-        read, unread = part.cut(len(elements))
         count = part.sink.write(elements, part.start, until)
         self.size += count
-        self.left += [*read._replace(elements=elements).cut(count)[1], *unread]
+        if part.start + count < part.stop:
+            read, unread = part.cut(len(elements))
+            self.left += [*read._replace(elements=elements).cut(count)[1], *unread]
         return count
 
 

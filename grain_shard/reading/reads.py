@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from grain_shard.pace import ReadPace
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.contents import Contents, ContentsRead
+from grain_shard.reading.contents import Contents
+from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
@@ -32,7 +31,7 @@ _RECORDS_PER_CALL = 1024
 _RECORDS_AHEAD = 4096
 
 
-class Reads(Tasks[tuple[Batch, Any]]):
+class Reads(Tasks[tuple[Batch, Progress]]):
     """The tasks that read an iterator's batches. A result is a batch and the position after it.
 
     Args:
@@ -40,7 +39,6 @@ class Reads(Tasks[tuple[Batch, Any]]):
         indices: The numbers of the batches to read.
         buffer_size: Largest number of batches that wait for the loop or are unfinished.
         pace: Decides the number of concurrent reads, and measures the time that one record takes.
-        position_after: Returns the iterator's position after the batch with a given number.
         faults: The rules for failed reads.
         contents: Two records of the source to read and digest beside the first batch.
     """
@@ -51,13 +49,12 @@ class Reads(Tasks[tuple[Batch, Any]]):
         indices: range,
         buffer_size: int,
         pace: ReadPace,
-        position_after: Callable[[int], Any],
         *,
         faults: Faults,
         contents: Contents,
     ):
-        self._sequence = _Sequence(batching, indices, position_after, faults)
-        self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
+        self._batching, self._indices, self._faults = batching, indices, faults
+        self._buffer_size, self._pace = buffer_size, pace
         self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
@@ -65,12 +62,21 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads that were drawn and are not done
+        self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
+        self._begun = 0  # number of batches from which records were taken
+        self._next: Part | None = None  # records of the last begun batch that no read has yet
+        # Most records of a read, if records are read one by one. It follows from the size of a row.
+        self._most_at_a_time = 1
+        # The error that was raised when the next batch was begun. It is raised to the user only
+        # after all earlier batches.
+        self._failure: BaseException | None = None
+        self._has_ended = False  # True if no further record is taken, even of a begun batch
 
     @property
     def room_wanted(self) -> int:
-        if self._draws_contents or self._left or self._sequence.is_inside_a_batch:
+        if self._left or (self._contents and self._begun) or (self._next and not self._has_ended):
             return 0
-        batches_left = self._sequence.batches_left
+        batches_left = 0 if self._has_ended else len(self._indices) - self._begun
         if not batches_left:
             # All records are drawn, but a read under way may hand some of them back. Until all
             # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
@@ -85,28 +91,22 @@ class Reads(Tasks[tuple[Batch, Any]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    @property
-    def _draws_contents(self) -> bool:
-        return self._contents is not None and self._sequence.begun > 0
-
-    def draw(self, room: int) -> Read | ContentsRead:
-        if self._contents is not None and self._draws_contents:
-            contents, self._contents = self._contents, None
-            return ContentsRead(contents)
+    def draw(self, room: int) -> Read | Contents:
+        if (contents := self._contents) and self._begun:
+            self._contents = None
+            return contents
         with self._lock:
             parts = self._draw_left()
-        begun = self._sequence.begun
+        begun = self._begun
+        parts = parts or self._take(room)
         if not parts:
-            parts = self._sequence.take(self._records_at_a_time(), room)
-            self._batches_in_a_call = min(2 * self._batches_in_a_call, self._buffer_size)
-        if not parts:
-            raise self._sequence.failure or StopIteration
+            raise self._failure or StopIteration
         with self._lock:
             self._under_way += 1
-        return Read(parts, self._reads_many, self._sequence.begun - begun)
+        return Read(parts, self._reads_many, self._begun - begun)
 
-    def done(self, task: Read | ContentsRead) -> bool:
-        if isinstance(task, ContentsRead):
+    def done(self, task: Read | Contents) -> bool:
+        if isinstance(task, Contents):
             return False
         with self._lock:
             self._left += task.left
@@ -114,7 +114,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return bool(task.left) or not self._under_way
 
     def end(self) -> None:
-        self._sequence.end()
+        self._has_ended = True
 
     def stop(self) -> None:
         self._faults.stop()
@@ -140,9 +140,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
     def _records_at_a_time(self) -> int:
         """Returns the largest number of records for the next read."""
         if not self._reads_many:
-            return min(
-                records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
-            )
+            return min(records_in_time(self._pace.seconds_per_record), self._most_at_a_time)
         # A call for many records costs less for each record. So each thread's call gets an equal
         # share of the whole buffer. If the share is a batch or more, the first calls are smaller:
         # one batch, then twice as many batches each time.
@@ -153,103 +151,44 @@ class Reads(Tasks[tuple[Batch, Any]]):
             part = self._batch_size * min(self._buffer_size // threads, self._batches_in_a_call)
         return max(1, min(part, _RECORDS_PER_CALL))
 
-
-class _Sequence:
-    """The records of an iterator's batches as one sequence, from which reads take the next ones.
-
-    Args:
-        batching: Describes the batches of the pipeline.
-        indices: The numbers of the batches.
-        position_after: Returns the iterator's position after the batch with a given number.
-        faults: The rules for failed reads.
-
-    Attributes:
-        begun: Number of batches from which records were taken.
-        most_at_a_time: Largest number of records of a read, if records are read one by one. It
-            follows from the size of a row of the last begun batch.
-        failure: The error that was raised when the next batch was begun; None if there is none. It
-            is raised to the user only after all earlier batches.
-    """
-
-    def __init__(
-        self,
-        batching: Batching,
-        indices: range,
-        position_after: Callable[[int], Any],
-        faults: Faults,
-    ):
-        self._batching, self._indices, self._faults = batching, indices, faults
-        self._position_after = position_after
-        self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
-        self.begun = 0
-        self._next: Part | None = None  # records of the last begun batch that no read has yet
-        self.most_at_a_time = 1
-        self.failure: BaseException | None = None
-        self._has_ended = False
-
-    def end(self) -> None:
-        """Ends the sequence, even if the last begun batch has untaken records."""
-        self._has_ended = True
-
-    @property
-    def is_inside_a_batch(self) -> bool:
-        """True if the next record belongs to a batch that is already begun."""
-        return self._next is not None and not self._has_ended
-
-    @property
-    def batches_left(self) -> int:
-        """Number of batches that can still be begun."""
-        is_over = self._has_ended or self.failure is not None
-        return 0 if is_over else len(self._indices) - self.begun
-
-    def take(self, most: int, room: int) -> list[Part]:
+    def _take(self, room: int) -> list[Part]:
         """Takes the next records, and begins their batches.
 
-        An error in beginning a batch is not raised, but kept as `failure`.
+        An error in beginning a batch is not raised, but kept as `_failure`.
 
         Args:
-            most: Largest number of records to take.
             room: Largest number of batches to begin.
 
         Returns:
             A list of ranges, one for each batch; empty if no record can be taken.
         """
-        parts: list[Part] = []
-        begins = 0
-        while most > 0 and not self._has_ended and self.failure is None:
+        most, parts = self._records_at_a_time(), list[Part]()
+        last = min(self._begun + room, len(self._indices))
+        while most > 0 and not self._has_ended and (self._next or self._begun < last):
             if self._next is None:
-                if begins == room or not self.batches_left:
-                    break
                 try:
                     self._next = self._begin()
                 except BaseException as error:
-                    self.failure = Raised.of(error).error
+                    self._failure, self._has_ended = Raised.of(error).error, True
                     break
-                begins += 1
             drawn, rest = self._next.cut(most)
             self._next = rest[0] if rest else None
             most -= drawn.stop - drawn.start
             parts.append(drawn)
+        self._batches_in_a_call = min(2 * self._batches_in_a_call, self._buffer_size)
         return parts
 
     def _begin(self) -> Part:
         if not self._ahead:
-            self._ahead.extend(self._found())
+            most = min(_RECORDS_AHEAD // self._batch_size, self._begun)
+            indices = self._indices[self._begun :][: max(1, most)]
+            if len(indices) > 1:
+                # If an error is raised for several batches together, only the first one is begun.
+                with contextlib.suppress(Exception):
+                    self._ahead.extend(self._batching.begin(indices, self._faults))
+            if not self._ahead:
+                self._ahead.extend(self._batching.begin(indices[:1], self._faults))
         builder = self._ahead.popleft()
-        builder.number = self.begun
-        builder.position = self._position_after(self._indices[builder.number])
-        self.most_at_a_time, self.begun = builder.most_at_a_time, self.begun + 1
+        builder.number, self._begun = self._begun, self._begun + 1
+        self._most_at_a_time = builder.template.rows_at_a_time
         return Part(builder, 0, builder.size)
-
-    def _found(self) -> list[BatchBuilder]:
-        """Returns builders of the next few batches.
-
-        If an error is raised for several batches together, only the first of them is begun.
-        """
-        most = _RECORDS_AHEAD // max(1, self._batching.records_per_batch)
-        count = max(1, min(most, self.begun))
-        indices = self._indices[self.begun :][:count]
-        if len(indices) > 1:
-            with contextlib.suppress(Exception):
-                return self._batching.begin(indices, self._faults)
-        return self._batching.begin(indices[:1], self._faults)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -68,7 +67,7 @@ class RecordBatching(Batching):
         return self.by_record.sizes
 
     def cut(self, index: int) -> Cut:
-        """Returns the records of a batch.
+        """Returns the records of a batch, and the position after it.
 
         The epoch in the result is an epoch of the records. A ``.repeat`` of the batches may read
         the same epoch of the records several times.
@@ -76,7 +75,8 @@ class RecordBatching(Batching):
         if self.node is None:
             return self.cuts.cut(index)
         if self.sliced is not None:
-            return self.sliced.cut(self.node.batch_index(index))
+            cut = self.sliced.cut(self.node.batch_index(index))
+            return cut._replace(after=self.cuts.progress(index + 1))
         cut = self.cuts.cut(index)
         return cut._replace(epoch=self.node.epoch_below(cut.epoch))
 
@@ -101,23 +101,20 @@ class RecordBatching(Batching):
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         cuts = [self.cut(index) for index in indices]
         of_batches = [self._records_of(cut) for cut in cuts]
-        stops = itertools.accumulate(map(len, of_batches))
-        way = route(self.template.records, np.concatenate(of_batches))
-        return [
-            BatchBuilder(
-                index,
-                records,
-                way.part(stop - len(records), stop),
-                self.template,
-                faults,
-                self.host_batch_size_of(cut.size),
-                self.padding,
+        way, stop = route(self.template.records, np.concatenate(of_batches)), 0
+        builders: list[BatchBuilder] = []
+        for index, cut, records in zip(indices, cuts, of_batches, strict=True):
+            start, stop = stop, stop + len(records)
+            part, num_rows = way.part(start, stop), len(self.kept[cut.size])
+            builders.append(
+                BatchBuilder(
+                    index, cut.after, records, part, self.template, faults, num_rows, self.padding
+                )
             )
-            for index, cut, records, stop in zip(indices, cuts, of_batches, stops, strict=True)
-        ]
+        return builders
 
     def _records_of(self, cut: Cut) -> np.ndarray:
         """Returns int64[n], the indices of the records of the rows to keep, without padding."""
-        epoch, record, existing, size = cut
-        start, rows = epoch * self.by_record.records + record, self.rows_of(size)
-        return start + (np.arange(existing) if rows is None else rows[rows < existing])
+        rows = self.kept[cut.size]
+        start = cut.epoch * self.by_record.records + cut.record
+        return start + rows[rows < cut.num_records]

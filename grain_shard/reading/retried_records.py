@@ -32,9 +32,7 @@ class RetriedRecords(grain.MapDataset):
     def __str__(self) -> str:
         return "RetriedRecords"
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
+    def __getitem__(self, index: Any) -> Any:  # Grain's stream asks for no slice
         try:
             return self._records[index]
         except Exception as error:

@@ -69,7 +69,7 @@ class RowMapDataset(grain.MapDataset):
         If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
         then read together, even if only some of them are needed.
         """
-        if self.batching.rows is None:
+        if self.batching.layout is None:
             return self
         return RowMapDataset(self, batching_of(self))
 

@@ -44,6 +44,7 @@ class RowStacker:
 
     Attributes:
         likes: A copy of each leaf of `row`, as an array.
+        is_text: For each leaf, True if it is text.
         rows_at_a_time: Number of rows to make before they are written to a batch.
 
     Raises:
@@ -59,6 +60,8 @@ class RowStacker:
         _refuse_lists(row)
         # Copies, because a row may be a view, which would keep a much larger array in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
+        self._kinds = [(like.shape, like.dtype) for like in self.likes]
+        self.is_text: list[bool] = [is_text(like) for like in self.likes]
         row_bytes = sum(like.nbytes for like in self.likes)
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
         self._of_many: dict[int, Any] = {}  # maps n to the structure of a tuple of n rows
@@ -100,10 +103,10 @@ class RowStacker:
         Raises:
             ShardingError: The leaf has another shape or dtype in one of the rows.
         """
-        like = self.likes[i]
-        text = is_text(like)  # the dtype of text has a width, which may differ between rows
+        # The dtype of text has a width, which may differ between rows.
+        like, text = self.likes[i], self.is_text[i]
         kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-        if not text and kinds == {(like.shape, like.dtype)}:
+        if not text and kinds == {self._kinds[i]}:
             return
         for value, origin in zip(column, origins, strict=True):
             array = np.asarray(value)
@@ -128,11 +131,8 @@ class RowStacker:
             ShardingError: The rows of a source have another structure, shape or dtype.
         """
         for arrays, structure in columns:
-            same = structure == self.structure and all(
-                (array.shape[1:], array.dtype) == (like.shape, like.dtype)
-                for array, like in zip(arrays, self.likes, strict=True)
-            )
-            if not same:
+            same = [(array.shape[1:], array.dtype) for array in arrays] == self._kinds
+            if not same or structure != self.structure:
                 rows = ArrayRows.of(Columns(arrays, structure), np.arange(1))
                 origins = ["0 of another array source"]
                 leaves = self.leaves_of(rows, origins)
@@ -246,11 +246,10 @@ class Stack:
     """
 
     def __init__(self, stacker: RowStacker, num_rows: int):
-        self._stacker, self._num_rows = stacker, num_rows
-        self._is_text = [is_text(like) for like in stacker.likes]
+        self._stacker = stacker
         self._arrays = [
             empty((num_rows, *like.shape), np.dtype(object) if text else like.dtype)
-            for like, text in zip(stacker.likes, self._is_text, strict=True)
+            for like, text in zip(stacker.likes, stacker.is_text, strict=True)
         ]
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
@@ -267,7 +266,7 @@ class Stack:
             ShardingError: A row has another structure, shape or dtype.
         """
         stop = start + len(rows)
-        if isinstance(rows, ArrayRows) and not any(self._is_text):
+        if isinstance(rows, ArrayRows) and not any(self._stacker.is_text):
             self._stacker.check_columns(rows.columns)
             for i, array in enumerate(self._arrays):
                 rows.gather(i, array[start:stop])
@@ -276,7 +275,7 @@ class Stack:
         for i, array in enumerate(self._arrays):
             column = leaves[i::width]
             self._stacker.check(i, column, origins)
-            if array.ndim > 1 and not self._is_text[i]:
+            if array.ndim > 1 and not self._stacker.is_text[i]:
                 # np.stack would first make a view of each row, which takes longer.
                 part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
@@ -289,8 +288,9 @@ class Stack:
 
         Only this `Stack` still refers to the arrays.
         """
-        columns = zip(self._arrays, self._is_text, self._stacker.likes, strict=True)
-        return self._stacker.structure.unflatten(
+        stacker = self._stacker
+        columns = zip(self._arrays, stacker.is_text, stacker.likes, strict=True)
+        return stacker.structure.unflatten(
             [_as_text(array, like.dtype) if text else array for array, text, like in columns]
         )
 

@@ -15,7 +15,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
-from grain_shard.reading.iterable import is_from_iterable
+from grain_shard.reading.iterable import IterableBatches
 from grain_shard.reading.padding import Padding
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.spans import READ, span
@@ -97,7 +97,7 @@ class StreamDataset(grain.IterDataset):
             ShardingError: Grain would lose epochs of the dataset after a restore.
         """
         refuse_lost_epochs(ds)
-        owns_arrays = is_from_iterable(ds)
+        owns_arrays = isinstance(ds, IterableBatches)  # which copies the arrays
         return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, owns_arrays))
 
     def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:

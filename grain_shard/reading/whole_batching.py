@@ -99,16 +99,13 @@ class _WholeBatch(BatchBuilder):
     """The builder of a batch that is read as one element of a dataset of batches."""
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
-        ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
+        ds, (epoch, record, _, size, after) = batching.batches.ds, batching.cuts.cut(index)
         # The index of the batch in the dataset, which also counts batches that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
-        # Without padding this is unused. It is not computed then, because `batches.size` may read a
-        # batch.
-        padded = 0
-        if batching.padding is not None:
-            padded = batching.host_batch_size_of(batching.batches.size)
-        template = RowTemplate(ds)
-        super().__init__(index, below, Route(ds, below), template, faults, padded, batching.padding)
+        # Without padding this is unused. It is not computed then, because it may read a batch.
+        padded = 0 if batching.padding is None else batching.host_batch_sizes[0]
+        way, template = Route(ds, below), RowTemplate(ds)
+        super().__init__(index, after, below, way, template, faults, padded, batching.padding)
         self._batching, self._batch = batching, None
 
     def _put(self, elements: Elements, start: int) -> None:
@@ -121,21 +118,20 @@ class _WholeBatch(BatchBuilder):
         made_of = batching.batches.made_of
         if made_of is not None:
             cuts = batching.cuts if made_of.sliced is None else made_of
-            existing = cuts.cut(self._index).num_records
+            existing = cuts.cut(self.index).num_records
             if flat.rows != existing:
                 flat.refuse(
-                    f"batch {self._index} has {flat.rows} rows, but is made of {existing} records:"
+                    f"batch {self.index} has {flat.rows} rows, but is made of {existing} records:"
                     " a transformation after .batch changes the number of rows.",
                     remedy="change the number of rows before .batch, or in a stream:"
                     " .to_iter_dataset().batch(B).map(...). The first batch of a stream sets the"
                     " batch size.",
                 )
-        if batching.rows is not None:
-            size = batching.batches.size
-            rows = batching.rows_of(size)
+        if batching.layout is not None:
+            ((size, rows),) = batching.kept.items()
             if flat.rows > size:
                 flat.refuse(
-                    f"batch {self._index} has {flat.rows} rows, more than the {size} of a full"
+                    f"batch {self.index} has {flat.rows} rows, more than the {size} of a full"
                     " batch.",
                     remedy="give all batches the same number of rows, except the last batch of an"
                     " epoch. To do so, shuffle, mix or concatenate before .batch, or use"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,13 +76,10 @@ class MixedByRecord(ElementsOfParents):
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):
         super().__init__(datasets)
         self.schedule: WeightSchedule = schedule
+        self._length = schedule.length([len(ds) for ds in datasets])
 
     def __len__(self) -> int:
         return self._length
-
-    @functools.cached_property
-    def _length(self) -> int:
-        return self.schedule.length([len(ds) for ds in self.parents])
 
     def __repr__(self) -> str:
         return f"<{self}>"

@@ -54,14 +54,13 @@ class WeightSchedule:
             "pass a dict such as {0: [3, 1], 100_000: [1, 1]}: weights 3 and 1 from record 0 on,"
             " equal weights from record 100,000 on.",
         )
-        starts = list(weights)
+        self._starts, self._stages = list(weights), list[_Stage]()
         offsets = (0,) * num_components
-        stages = []
-        for start, stop in zip(starts, [*starts[1:], None], strict=True):
-            stages.append(_Stage(start, _parts(start, weights[start], num_components), offsets))
-            if stop is not None:
-                offsets = stages[-1].records_before(stop)
-        self._starts, self._stages = starts, tuple(stages)
+        for start in self._starts:
+            if self._stages:
+                offsets = self._stages[-1].records_before(start)
+            parts = _parts(start, weights[start], num_components)
+            self._stages.append(_Stage(start, parts, offsets))
 
     def __str__(self) -> str:
         return str({start: list(parts) for start, parts in self.weights})

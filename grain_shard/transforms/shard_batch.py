@@ -52,8 +52,8 @@ class ShardBatch(Stage):
             ShardingError: The shards do not divide the batch size.
         """
         ds = ds.whole()
-        rows = {size: self.layout.rows(size) for size in ds.batching.global_batch_sizes}
-        batching = replace(ds.batching, rows=rows)
+        batching = replace(ds.batching, layout=self.layout)
+        _ = batching.kept  # raises the error if the shards do not divide the batch size
         if batching.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards, but"
