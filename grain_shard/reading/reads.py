@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections.abc import Iterator
 
 from grain_shard.pace import ReadPace
 from grain_shard.reading.batch_builder import BatchBuilder
@@ -53,31 +53,21 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         faults: Faults,
         contents: Contents,
     ):
-        self._batching, self._indices, self._faults = batching, indices, faults
-        self._buffer_size, self._pace = buffer_size, pace
+        self._sequence = _Sequence(batching, indices, faults)
+        self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
         self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
-        self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads that were drawn and are not done
-        self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
-        self._begun = 0  # number of batches from which records were taken
-        self._next: Part | None = None  # records of the last begun batch that no read has yet
-        # Most records of a read, if records are read one by one. It follows from the size of a row.
-        self._most_at_a_time = 1
-        # The error that was raised when the next batch was begun. It is raised to the user only
-        # after all earlier batches.
-        self._failure: BaseException | None = None
-        self._has_ended = False  # True if no further record is taken, even of a begun batch
 
     @property
     def room_wanted(self) -> int:
-        if self._left or (self._contents and self._begun) or (self._next and not self._has_ended):
+        sequence = self._sequence
+        if self._left or (self._contents and sequence.begun) or sequence.is_inside_a_batch:
             return 0
-        batches_left = 0 if self._has_ended else len(self._indices) - self._begun
-        if not batches_left:
+        if not sequence.batches_left:
             # All records are drawn, but a read under way may hand some of them back. Until all
             # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
             # After that, no room is wanted, and the next `draw` reports the end.
@@ -89,21 +79,21 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         # most. During the call, the loop trains on the other batches of the buffer and on the
         # batches on the devices.
         batches = self._records_at_a_time() // self._batch_size
-        return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
+        return min(sequence.batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
     def draw(self, room: int) -> Read | Contents:
-        if (contents := self._contents) and self._begun:
+        begun = self._sequence.begun
+        if (contents := self._contents) and begun:
             self._contents = None
             return contents
         with self._lock:
             parts = self._draw_left()
-        begun = self._begun
-        parts = parts or self._take(room)
+        parts = parts or self._sequence.take(self._records_at_a_time(), room)
         if not parts:
-            raise self._failure or StopIteration
+            raise self._sequence.end or StopIteration
         with self._lock:
             self._under_way += 1
-        return Read(parts, self._reads_many, self._begun - begun)
+        return Read(parts, self._reads_many, self._sequence.begun - begun)
 
     def done(self, task: Read | Contents) -> bool:
         if isinstance(task, Contents):
@@ -114,7 +104,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
             return bool(task.left) or not self._under_way
 
     def end(self) -> None:
-        self._has_ended = True
+        self._sequence.end = self._sequence.end or StopIteration()
 
     def stop(self) -> None:
         self._faults.stop()
@@ -140,55 +130,93 @@ class Reads(Tasks[tuple[Batch, Progress]]):
     def _records_at_a_time(self) -> int:
         """Returns the largest number of records for the next read."""
         if not self._reads_many:
-            return min(records_in_time(self._pace.seconds_per_record), self._most_at_a_time)
+            return min(
+                records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
+            )
         # A call for many records costs less for each record. So each thread's call gets an equal
-        # share of the whole buffer. If the share is a batch or more, the first calls are smaller:
-        # one batch, then twice as many batches each time.
+        # share of the whole buffer. If the share is a batch or more, the first calls are smaller,
+        # for a fast first batch: one batch, then twice as many batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)
         else:
-            part = self._batch_size * min(self._buffer_size // threads, self._batches_in_a_call)
+            part = self._batch_size * min(self._buffer_size // threads, self._sequence.begun + 1)
         return max(1, min(part, _RECORDS_PER_CALL))
 
-    def _take(self, room: int) -> list[Part]:
+
+class _Sequence:
+    """The records of an iterator's batches as one sequence, from which reads take the next ones.
+
+    Args:
+        batching: Describes the batches of the pipeline.
+        indices: The numbers of the batches.
+        faults: The rules for failed reads.
+
+    Attributes:
+        begun: Number of batches from which records were taken.
+        most_at_a_time: Largest number of records of a read, if records are read one by one. It
+            follows from the size of a row.
+        end: StopIteration, or the error that was raised when the next batch was begun. It is raised
+            to the user only after all earlier batches. None while records may be taken. Once it is
+            set, no record is taken, even of a begun batch.
+    """
+
+    def __init__(self, batching: Batching, indices: range, faults: Faults):
+        self._builders, self._num_batches = _builders(batching, indices, faults), len(indices)
+        self._next: Part | None = None  # records of the last begun batch that no read has yet
+        self.begun, self.most_at_a_time = 0, 1
+        self.end: BaseException | None = None
+
+    @property
+    def is_inside_a_batch(self) -> bool:
+        """True if the next record belongs to a batch that is already begun."""
+        return self._next is not None and self.end is None
+
+    @property
+    def batches_left(self) -> int:
+        """Number of batches that can still be begun."""
+        return self._num_batches - self.begun if self.end is None else 0
+
+    def take(self, most: int, room: int) -> list[Part]:
         """Takes the next records, and begins their batches.
 
-        An error in beginning a batch is not raised, but kept as `_failure`.
+        An error in beginning a batch is not raised, but kept as `end`.
 
         Args:
+            most: Largest number of records to take.
             room: Largest number of batches to begin.
 
         Returns:
             A list of ranges, one for each batch; empty if no record can be taken.
         """
-        most, parts = self._records_at_a_time(), list[Part]()
-        last = min(self._begun + room, len(self._indices))
-        while most > 0 and not self._has_ended and (self._next or self._begun < last):
+        parts = list[Part]()
+        last = min(self.begun + room, self._num_batches)
+        while most > 0 and self.end is None and (self._next or self.begun < last):
             if self._next is None:
                 try:
-                    self._next = self._begin()
+                    builder = next(self._builders)
                 except BaseException as error:
-                    self._failure, self._has_ended = Raised.of(error).error, True
+                    self.end = Raised.of(error).error
                     break
+                self.begun, self.most_at_a_time = self.begun + 1, builder.template.rows_at_a_time
+                self._next = Part(builder, 0, builder.size)
             drawn, rest = self._next.cut(most)
             self._next = rest[0] if rest else None
             most -= drawn.stop - drawn.start
             parts.append(drawn)
-        self._batches_in_a_call = min(2 * self._batches_in_a_call, self._buffer_size)
         return parts
 
-    def _begin(self) -> Part:
-        if not self._ahead:
-            most = min(_RECORDS_AHEAD // self._batch_size, self._begun)
-            indices = self._indices[self._begun :][: max(1, most)]
-            if len(indices) > 1:
-                # If an error is raised for several batches together, only the first one is begun.
-                with contextlib.suppress(Exception):
-                    self._ahead.extend(self._batching.begin(indices, self._faults))
-            if not self._ahead:
-                self._ahead.extend(self._batching.begin(indices[:1], self._faults))
-        builder = self._ahead.popleft()
-        builder.number, self._begun = self._begun, self._begun + 1
-        self._most_at_a_time = builder.template.rows_at_a_time
-        return Part(builder, 0, builder.size)
+
+def _builders(batching: Batching, indices: range, faults: Faults) -> Iterator[BatchBuilder]:
+    """Yields a builder for each batch. The records of several batches are found together."""
+    begun, batch_size = 0, max(1, batching.records_per_batch)
+    while begun < len(indices):
+        some = indices[begun:][: max(1, min(_RECORDS_AHEAD // batch_size, begun))]
+        found: list[BatchBuilder] = []
+        if len(some) > 1:
+            # If an error is raised for several batches together, only the first one is begun.
+            with contextlib.suppress(Exception):
+                found = batching.begin(some, faults)
+        for builder in found or batching.begin(some[:1], faults):
+            builder.number, begun = begun, begun + 1
+            yield builder
