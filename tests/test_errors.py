@@ -31,6 +31,10 @@ def dicts(*leaves):
     return records(lambda i: {f"leaf{j}": leaf(i) for j, leaf in enumerate(leaves)})
 
 
+def seq_mesh():
+    return jax.make_mesh((2, 4), ("data", "seq"))
+
+
 def ragged(items):
     return {"tokens": np.array([np.zeros(len(items)), None], object)}
 
@@ -214,26 +218,21 @@ AT_BUILD = {
 
 AT_FIRST_BATCH = {
     "a sequence that its axis doesn't divide": (
-        lambda: dicts(lambda i: np.zeros(10, np.int32)).shard_to(
-            jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
-        ),
+        lambda: dicts(lambda i: np.zeros(10, np.int32)).shard_to(seq_mesh(), P("data", "seq")),
         "batch['leaf0']: dim 1 has size 10, which is not divisible by mesh axis 'seq' (size 4).",
         "leaf:   int32[4, 10]   spec: P('data', 'seq')   mesh: data=2, seq=4",
         "pad dim 1 to 12 before .batch, or drop 'seq' from this leaf's spec.",
     ),
     "a spec longer than its leaf's rank": (
         lambda: dicts(lambda i: np.zeros(4), lambda i: i).shard_to(
-            jax.make_mesh((2, 4), ("data", "seq")),
-            {"leaf0": P("data", "seq"), "leaf1": P("data", "seq")},
+            seq_mesh(), {"leaf0": P("data", "seq"), "leaf1": P("data", "seq")}
         ),
         "batch['leaf1']: the spec has entries for 2 dims, but the leaf has rank 1.",
         "leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4",
         "shorten the spec to length 1. The first entry is for the rows.",
     ),
     "a spec longer than every leaf's rank": (
-        lambda: dicts(lambda i: i).shard_to(
-            jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
-        ),
+        lambda: dicts(lambda i: i).shard_to(seq_mesh(), P("data", "seq")),
         "batch['leaf0']: the spec has entries for 2 dims, but the leaf has rank 1.",
         "leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4",
         "shorten the spec to length 1. The first entry is for the rows.",
