@@ -142,12 +142,21 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word():
     assert done.returncode == 141
 
 
-def test_help_names_every_exit_code_and_fits_60_columns():
-    done = run("-m", "grain_shard", "--help", env=os.environ | {"COLUMNS": "60"})
+def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_command():
+    program = (
+        "import atexit, sys; from grain_shard.tools.command import main;"
+        "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
+    )
+    done = run("-c", program, env=os.environ | {"COLUMNS": "60"})
+    *text, modules = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    examples = {line for line in text if "python -m" in line}
+    assert "  python -m grain_shard demo --hosts 2" in examples
+    assert "  python -m grain_shard rehearse --hosts 4 train.py" in examples
+    assert all(len(line) <= 60 for line in text if line not in examples)
     codes = re.findall(r"^  (\d+)  ", done.stdout, re.MULTILINE)
     assert codes == ["0", "1", "2", "130", "141"]
-    examples = [line for line in done.stdout.splitlines() if "python -m" in line]
-    assert all(len(line) <= 60 for line in done.stdout.splitlines() if line not in examples)
+    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
 
 
 # Ctrl-C.

@@ -175,19 +175,6 @@ def test_missing_extra_is_named_with_its_remedy(cache, module, name):
     )
 
 
-def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
-    command = (
-        "import atexit, sys; from grain_shard.tools.command import main;"
-        "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
-    )
-    result = run(cache, "-c", command)
-    *text, modules = result.stdout.splitlines()
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "  python -m grain_shard demo --hosts 2" in text
-    assert "  python -m grain_shard rehearse --hosts 4 train.py" in text
-    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
-
-
 @pytest.mark.parametrize("subcommand", ["demo", "rehearse"])
 def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")

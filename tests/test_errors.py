@@ -192,6 +192,12 @@ AT_BUILD = {
         "",
         "call batches = iter(ds) once, loop over batches, and pass batches to CheckpointSave.",
     ),
+    "a profile without its warm-up": (
+        lambda: grain_shard.profile(numbered(8, 8).shard_to(data_mesh(2)), warmup=-1),
+        "warmup=-1 is not an integer of at least 0.",
+        "",
+        "pass warmup as a whole number, 0 or more.",
+    ),
     "workers after placement": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
         ".mp_prefetch cannot follow .shard_to: a worker process must not hold a device.",

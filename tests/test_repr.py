@@ -114,13 +114,3 @@ def test_a_profile_counts_the_batches_that_it_measured():
     few = grain_shard.profile(ds, lambda batch: batch["id"], num_batches=5, warmup=4)
     asked = "batches measured: 1 of 5, then the dataset ended (after 4 of warm-up)\n"
     assert repr(few).startswith(asked)
-
-
-def test_errors_leave_out_what_plays_no_part():
-    ds = numbered(20, 8).shard_to(data_mesh(2))
-    with pytest.raises(grain_shard.ShardingError) as refusal:
-        grain_shard.profile(ds, num_batches=2, warmup=-1)
-    assert str(refusal.value) == (
-        "warmup=-1 is not an integer of at least 0.\n"
-        "  remedy: pass warmup as a whole number, 0 or more."
-    )
