@@ -114,6 +114,15 @@ def one_device_linen_losses():
     return losses
 
 
+def trained(state, optimizer=ADAM):
+    """The state after a step for each batch, and the losses."""
+    losses = []
+    for batch in numpy_batches():
+        state, metrics = data_parallel_train_step(linen_loss, optimizer, batch, state)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
 def rows_of_each_host_joined():
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     shardings = {"x": create_data_parallel_sharding(mesh), "step": NamedSharding(mesh, P())}
@@ -167,10 +176,7 @@ class TestDataParallelTrainStep:
         mesh = mesh_of(num_devices, axis_type)
         state = place_model_state_on_shards(new_state(kind), mesh, param_sharding)
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
-        losses = []
-        for batch in numpy_batches():
-            state, metrics = data_parallel_train_step(linen_loss, ADAM, batch, state)
-            losses.append(float(metrics["loss"]))
+        state, losses = trained(state)
         np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
         same_sharding = jax.tree.map(
             lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
@@ -184,22 +190,19 @@ class TestDataParallelTrainStep:
         new, metrics = data_parallel_train_step(linen_loss, None, numpy_batches()[0], state)
         assert isinstance(new, TrainState)
         assert (state.step, int(new.step)) == (0, 1)
-        assert set(metrics) == {"loss"}
-        assert metrics["loss"].shape == ()
+        assert {name: figure.shape for name, figure in metrics.items()} == {"loss": ()}
 
-    def test_defect_in_peer_each_call_traces_again(self):
-        traces = []
+    @pytest.mark.parametrize("kind", ["TrainState", "tuple"])
+    def test_defect_in_peer_each_call_traces_again(self, kind):
+        state, traces = new_state(kind), []
 
         def loss_fn(params, batch):
             traces.append(1)
             return linen_loss(params, batch)
 
-        for kind in ("TrainState", "tuple"):
-            traces.clear()
-            state = new_state(kind)
-            for batch in numpy_batches():
-                state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
-            assert len(traces) == 1
+        for batch in numpy_batches():
+            state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
+        assert len(traces) == 1
 
     def test_unplaced_numpy_goes_to_all_devices_or_to_the_mesh_in_use(self, axis_type):
         unplaced = jax.tree.map(np.asarray, new_state("tuple"))
@@ -220,15 +223,9 @@ class TestDataParallelTrainStep:
 
     def test_tensor_parallel_state_on_a_2d_mesh(self, axis_type):
         mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
-        state = place_model_state_on_shards(
-            new_state("TrainState"),
-            mesh,
-            {"Dense_0/kernel": P(None, "model"), "Dense_1/kernel": P("model", None)},
-        )
-        losses = []
-        for batch in numpy_batches():
-            state, metrics = data_parallel_train_step(linen_loss, None, batch, state)
-            losses.append(float(metrics["loss"]))
+        specs = {"Dense_0/kernel": P(None, "model"), "Dense_1/kernel": P("model", None)}
+        state = place_model_state_on_shards(new_state("TrainState"), mesh, specs)
+        _, losses = trained(state, optimizer=None)
         np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
 
     def test_rngs_reach_the_loss(self, axis_type):
@@ -301,18 +298,16 @@ class TestDataParallelTrainStep:
             data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], state)
 
     def test_state_and_optimizer_that_do_not_go_together(self):
-        batch = numpy_batches()[0]
-        model = NnxModel(nnx.Rngs(0))
-        with pytest.raises(TypeError, match="use spmd_train_step"):
-            data_parallel_train_step(
-                nnx_loss, nnx.Optimizer(model, ADAM, wrt=nnx.Param), batch, model
-            )
-        with pytest.raises(TypeError, match="has its own optimizer"):
-            data_parallel_train_step(linen_loss, optax.sgd(1.0), batch, new_state("TrainState"))
-        with pytest.raises(TypeError, match="got a tuple as state and no optimizer"):
-            data_parallel_train_step(linen_loss, None, batch, new_state("tuple"))
-        with pytest.raises(TypeError, match="got a dict as state and an optimizer"):
-            data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
+        batch, model = numpy_batches()[0], NnxModel(nnx.Rngs(0))
+        of_nnx, params = nnx.Optimizer(model, ADAM, wrt=nnx.Param), new_state("tuple")[0]
+        for optimizer, state, problem in [
+            (of_nnx, model, "use spmd_train_step"),
+            (optax.sgd(1.0), new_state("TrainState"), "has its own optimizer"),
+            (None, new_state("tuple"), "got a tuple as state and no optimizer"),
+            (ADAM, params, "got a dict as state and an optimizer"),
+        ]:
+            with pytest.raises(TypeError, match=problem):
+                data_parallel_train_step(linen_loss, optimizer, batch, state)
 
 
 def losses_of_each_placement():

@@ -179,13 +179,10 @@ class TestInATerminal:
         ds = make(grain.MapDataset.range(300).map(lambda i: {"x": i}))
         grain_shard.show(ds.shard_to(data_mesh(8)))
         assert "rows of a batch 104: 100 records + 4 of padding" in map(" ".join, lines(capsys))
-        grain_shard.show(ds.shard_to(data_mesh(4)))
-        assert "padding" not in capsys.readouterr().out
-
-    def test_padding_for_microbatches(self, capsys):
-        ds = grain.MapDataset.range(300).map(lambda i: {"x": i}).batch(100)
         grain_shard.show(ds.shard_to(data_mesh(4), microbatches=3))
         assert "rows of a batch 108: 100 records + 8 of padding" in map(" ".join, lines(capsys))
+        grain_shard.show(ds.shard_to(data_mesh(4)))
+        assert "padding" not in capsys.readouterr().out
 
     def test_a_stream(self, capsys):
         stream = grain.MapDataset.range(10).to_iter_dataset().map(lambda i: {"x": i}).batch(4)

@@ -79,13 +79,6 @@ def test_a_wait_that_goes_on_counts(meter, clock):
         assert (meter.total()["seconds"], meter.total()["wait"]) == (10.0, 6.0)
 
 
-def test_before_the_first_batch_there_is_nothing(meter):
-    figures = meter.total()
-    assert (figures.seconds, figures.batches, figures.wait_share, figures.wait_s) == (0, 0, 0, 0)
-    assert figures.read_s is figures.place_s is figures.busiest is None
-    assert "not seen" in str(figures)
-
-
 def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
     take(meter, clock, wait_s=60.0)
     take(meter, clock, wait_s=1.0, step_s=1.0)
@@ -176,20 +169,14 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
 # Pipelines.
 
 
-def of_kind(kind, records, mesh):
-    """The same records in batches of 8, as each kind of pipeline has them."""
-    if kind == "random access":
-        return records.batch(8).shard_to(mesh)
-    if kind == "batch map":
-        return records.batch(8).map(lambda batch: batch).shard_to(mesh)
-    if kind == "workers":
-        return records.batch(8).shard_to(mesh, num_workers=1)
-    if kind == "stream":
-        return records.to_iter_dataset().batch(8).shard_to(mesh)
-    assert kind == "feeds"
-    return shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh)
-
-
+# The same records in batches of 8, as each kind of pipeline has them.
+PIPELINES = {
+    "random access": lambda records, mesh: records.batch(8).shard_to(mesh),
+    "batch map": lambda records, mesh: records.batch(8).map(dict).shard_to(mesh),
+    "stream": lambda records, mesh: records.to_iter_dataset().batch(8).shard_to(mesh),
+    "feeds": lambda records, mesh: shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh),
+    "workers": lambda records, mesh: records.batch(8).shard_to(mesh, num_workers=1),
+}
 SEEN = {
     "random access": {"read", "map", "batch", "pad", "place"},
     "batch map": {"read", "batch", "pad", "place"},
@@ -208,7 +195,7 @@ def load(i):
 )
 def test_what_each_kind_of_pipeline_tells(mesh, kind):
     records = grain.MapDataset.source(list(range(20))).map(load)
-    with iter(of_kind(kind, records, mesh)) as batches:
+    with iter(PIPELINES[kind](records, mesh)) as batches:
         seen = [stats for _ in batches if (stats := batches.stats())]
         end = batches.stats()
     assert [stats.total.batches for stats in seen] == [1, 2, 3]
@@ -279,7 +266,10 @@ def test_two_iterators_at_once_are_counted_apart(mesh):
 
 def test_stats_can_be_had_before_the_first_batch_and_after_the_end(mesh):
     batches = iter(numbered(20, 8).shard_to(mesh))
-    assert batches.stats().total.batches == 0
+    total = batches.stats().total
+    assert (total.seconds, total.batches, total.wait_share, total.wait_s) == (0, 0, 0, 0)
+    assert total.read_s is total.place_s is total.busiest is None
+    assert "not seen" in str(total)
     list(batches)
     batches.close()
     assert batches.stats().total.batches == 3
@@ -330,10 +320,7 @@ def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, hos
     found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
     assert (found.host, found.holds_others_up) == (host, holds_up)
     assert ("no host holds the others up" in str(found)) != holds_up
-
-
-def test_one_host_is_not_compared():
-    assert slowest({0: Waits(0.9, 1.0, "read")}) is None
+    assert slowest({0: Waits(0.9, 1.0, "read")}) is None, "one host is not compared"
 
 
 def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(meter, clock):
