@@ -318,14 +318,14 @@ def cases(problems):
         yield from (pytest.param(way, message, id=problem) for way in parts if callable(way))
 
 
-@pytest.mark.parametrize(("build", "message"), cases(AT_BUILD))
+@pytest.mark.parametrize(("build", "message"), list(cases(AT_BUILD)))
 def test_refused_when_built(build, message):
     with pytest.raises(ShardingError) as caught:
         build()
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("build", "message"), cases(AT_FIRST_BATCH))
+@pytest.mark.parametrize(("build", "message"), list(cases(AT_FIRST_BATCH)))
 def test_refused_at_the_first_batch(build, message):
     iterator = iter(build())
     for _ in range(2):  # and ever after: C8

@@ -210,26 +210,22 @@ def test_what_each_kind_of_pipeline_tells(mesh, kind):
 
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 @pytest.mark.parametrize(
-    ("options", "records"),
+    ("batches", "options", "records"),
     [
-        ({}, 20),
-        ({"mask_key": "real"}, 20),
-        ({"mask_key": None}, 24),  # nothing tells which rows are padding
-        ({"remainder": "drop"}, 16),
+        (numbered(20, 8), {}, 20),
+        (numbered(20, 8), {"mask_key": "real"}, 20),
+        (numbered(20, 8), {"mask_key": None}, 24),  # nothing tells which rows are padding
+        (numbered(20, 8), {"remainder": "drop"}, 16),
+        (grain.MapDataset.range(20).batch(8), {"mask_key": None}, 24),  # leaves without names
     ],
 )
-def test_records_are_the_rows_that_are_no_padding(mesh, options, records):
-    with iter(numbered(20, 8).shard_to(mesh, **options)) as batches:
-        list(batches)
-        assert batches.stats().total.records == records
+def test_records_are_the_rows_that_are_no_padding(mesh, batches, options, records):
+    with iter(batches.shard_to(mesh, **options)) as iterator:
+        list(iterator)
+        assert iterator.stats().total.records == records
 
 
-@pytest.mark.filterwarnings("ignore:a batch has rows of padding")
-def test_batches_without_names_are_counted_by_their_rows(mesh):
-    records = grain.MapDataset.range(20).batch(8)
-    with iter(records.shard_to(mesh, mask_key=None)) as batches:
-        list(batches)
-        assert batches.stats().total.records == 24
+def test_batches_of_any_shape_are_counted_by_their_rows():
     with grain_shard.prefetch_to_device(iter([np.float32(1.0), np.ones((3, 2))])) as batches:
         list(batches)
         assert batches.stats().total.records == 1 + 3
@@ -447,15 +443,10 @@ class TestPrometheus:
         assert 0 < samples['grain_shard_wait_seconds_total{dataset="train"}'] <= seconds
         assert samples['grain_shard_place_s{dataset="train"}'] == stats.recent.place_s
         assert samples['grain_shard_read_threads{dataset="train"}'] == stats.read_threads
-
-    def test_every_figure_is_scraped_under_its_name(self, registry, mesh):
-        with iter(numbered(20, 8).shard_to(mesh)) as batches:
-            prometheus.export(batches, "train", registry)
-            list(batches)
-            names = {name.partition("{")[0] for name in scraped(registry)}
-            for name in batches.stats().as_dict("grain_shard"):
-                name = name.replace("/", "_")
-                assert {name, f"{name}_total"} & names
+        names = {name.partition("{")[0] for name in samples}
+        for name in stats.as_dict("grain_shard"):
+            name = name.replace("/", "_")
+            assert {name, f"{name}_total"} & names, "every figure has its name"
 
     def test_a_later_iterator_takes_the_place_of_the_one_of_its_name(self, registry, mesh):
         for _ in range(2):
