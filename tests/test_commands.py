@@ -113,10 +113,8 @@ def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, caps
             "7 rows (mesh: data=2, model=4). Remedy: use 8 of them.",
         ),
         (
-            GrainShardError(
-                "they differ.\n  mesh: 2 on host 0\n  rows: 3 on host 1\n  remedy: look."
-            ),
-            "they differ (mesh: 2 on host 0; rows: 3 on host 1). Remedy: look.",
+            GrainShardError("they differ.\n  mesh: 2 on host 0\n  rows: 3 on 1\n  remedy: look."),
+            "they differ (mesh: 2 on host 0; rows: 3 on 1). Remedy: look.",
         ),
         (GrainShardError(), "GrainShardError"),
     ],

@@ -117,36 +117,31 @@ class TestPicture:
     ARGUMENTS = "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --batch 8 --records 80"
 
     @pytest.mark.parametrize(
-        ("words", "lines"),
+        ("hosts", "devices", "options", "drawn"),
         [
-            ("--hosts 4 --devices-per-host 2 --mesh data=4,model=2", ["0:128 host 0: 0, 1"]),
-            ("--hosts 4 --devices-per-host 2 --mesh data=8", ["0:64 host 0: 0"]),
-            ("--hosts 1 --devices-per-host 1 --mesh data=1", ["0:512 device 0"]),
-            ("--hosts 2 --devices-per-host 1 --mesh model=2 --spec -", ["0:512 host 0: 0, host 1"]),
+            (4, 2, "data=4,model=2", "0:128 host 0: 0, 1"),
+            (4, 2, "data=8", "0:64 host 0: 0"),
+            (1, 1, "data=1", "0:512 device 0"),
+            (2, 1, "model=2 --spec -", "0:512 host 0: 0, host 1"),
             # Hosts that hold the same rows share a line.
-            (
-                "--hosts 2 --devices-per-host 2 --mesh model=2,data=2 --spec data",
-                ["0:256 host 0: 0, host 1: 2", "256:512 host 0: 1, host 1: 3"],
-            ),
-            ("--hosts 64 --devices-per-host 4 --mesh data=128,model=2", ["the first 16 of 128 sh"]),
-            (
-                "--hosts 4 --devices-per-host 2 --mesh data=4,seq=2 --spec data,seq",
-                ["0:128 host 0"],
-            ),
-            (
-                "--hosts 4 --devices-per-host 2 --mesh data=8 --microbatches 4",
-                ["data=8: rows of a microbatch", "0:16 host 0: 0"],
-            ),
+            (2, 2, "model=2,data=2 --spec data", "0:256 host 0: 0, host 1: 2"),
+            (2, 2, "model=2,data=2 --spec data", "256:512 host 0: 1, host 1: 3"),
+            (64, 4, "data=128,model=2", "the first 16 of 128 sh"),
+            (4, 2, "data=4,seq=2 --spec data,seq", "0:128 host 0"),
+            (4, 2, "data=8 --microbatches 4", "data=8: rows of a microbatch"),
+            (4, 2, "data=8 --microbatches 4", "0:16 host 0: 0"),
         ],
     )
-    def test_rows_go_down_with_the_hosts_that_hold_them(self, words, lines, tmp_path, capsys):
+    def test_rows_go_down_with_the_hosts_that_hold_them(
+        self, hosts, devices, options, drawn, tmp_path, capsys
+    ):
         path = tmp_path / "mesh.svg"
-        arguments = ["plan", *words.split(), "--batch", "512", "--records", "512"]
+        words = f"plan --hosts {hosts} --devices-per-host {devices} --mesh {options}"
+        arguments = [*words.split(), "--batch", "512", "--records", "512"]
         assert main([*arguments, "--picture", str(path)]) == 0
         assert f"drawn: {path}" in capsys.readouterr().err
-        words = " ".join(element.text or "" for element in ElementTree.parse(path).iter())
-        for line in lines:
-            assert line in " ".join(words.split())
+        shown = " ".join(element.text or "" for element in ElementTree.parse(path).iter())
+        assert drawn in " ".join(shown.split())
 
     def test_a_folder_that_is_missing_is_named(self, tmp_path, capsys):
         path = str(tmp_path / "nowhere" / "mesh.svg")

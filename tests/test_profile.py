@@ -65,31 +65,25 @@ class Uneven:
         return record(i)
 
 
-@pytest.mark.parametrize(
-    ("made", "slow_step", "expected"),
-    [
-        (sharded, True, "step"),
-        (lambda: sharded(batches(slow(record))), False, "read"),
-        (lambda: sharded(batches().map(slow(lambda b: b))), False, "read"),
-        (lambda: sharded(batches(Uneven())), True, "buffer"),
-        (lambda: sharded(batches(Uneven()), cpu_buffer_size=20), True, "step"),
-        (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
-        (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
-        (lambda: prefetch_to_device(batches(slow(record))), False, "read"),
-        (lambda: batches(slow(record)), False, "unseen"),
-    ],
-    ids=[
+PIPELINES = {
+    # What is slow: the pipeline, whether the step is slow, and the verdict.
+    "step": (sharded, True, "step"),
+    "read": (lambda: sharded(batches(slow(record))), False, "read"),
+    "map after batch": (lambda: sharded(batches().map(slow(lambda b: b))), False, "read"),
+    "uneven": (lambda: sharded(batches(Uneven())), True, "buffer"),
+    "uneven with a large buffer": (
+        lambda: sharded(batches(Uneven()), cpu_buffer_size=20),
+        True,
         "step",
-        "read",
-        "map after batch",
-        "uneven",
-        "uneven with a large buffer",
-        "map after placing",
-        "workers",
-        "prefetch_to_device",
-        "Grain alone",
-    ],
-)
+    ),
+    "map after placing": (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
+    "workers": (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
+    "prefetch_to_device": (lambda: prefetch_to_device(batches(slow(record))), False, "read"),
+    "Grain alone": (lambda: batches(slow(record)), False, "unseen"),
+}
+
+
+@pytest.mark.parametrize(("made", "slow_step", "expected"), PIPELINES.values(), ids=PIPELINES)
 def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step, expected):
     profiled = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
     assert profiled.bottleneck == expected, profiled
