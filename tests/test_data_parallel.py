@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import rehearse
@@ -28,17 +28,12 @@ from grain_shard.training import (
     reduce_gradients_across_devices,
     spmd_train_step,
 )
+from tests.conftest import data_mesh
 from tests.on_hosts import refuse_collective_device_put
 
 NUM_CLASSES = 8
 NUM_STEPS = 3
 DEVICE_COUNTS = [1, 2, 4, 8]
-
-
-def mesh_of(num_devices, axis_type=AxisType.Auto):
-    return jax.make_mesh(
-        (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]
-    )
 
 
 def numpy_batches():
@@ -144,7 +139,7 @@ class TestSpmdTrainStep:
     def test_losses_are_those_of_one_device(self, num_devices, axis_type, seed_004_under_set_mesh):
         model = NnxModel(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-        mesh, batches, traces = mesh_of(num_devices, axis_type), numpy_batches(), []
+        mesh, batches, traces = data_mesh(num_devices, axis_type=axis_type), numpy_batches(), []
         in_context = contextlib.nullcontext
         if seed_004_under_set_mesh:  # a step of a model that is placed nowhere
             in_context, batches = functools.partial(jax.set_mesh, mesh), batches[:1]
@@ -173,7 +168,7 @@ class TestDataParallelTrainStep:
         ("kind", "param_sharding"), [("TrainState", "replicate"), ("tuple", "fsdp")]
     )
     def test_losses_are_those_of_one_device(self, num_devices, kind, param_sharding, axis_type):
-        mesh = mesh_of(num_devices, axis_type)
+        mesh = data_mesh(num_devices, axis_type=axis_type)
         state = place_model_state_on_shards(new_state(kind), mesh, param_sharding)
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
         state, losses = trained(state)
@@ -206,7 +201,7 @@ class TestDataParallelTrainStep:
 
     def test_unplaced_numpy_goes_to_all_devices_or_to_the_mesh_in_use(self, axis_type):
         unplaced = jax.tree.map(np.asarray, new_state("tuple"))
-        in_use = functools.partial(jax.set_mesh, mesh_of(2, axis_type))
+        in_use = functools.partial(jax.set_mesh, data_mesh(2, axis_type=axis_type))
         for in_context, num_devices in ((contextlib.nullcontext, 8), (in_use, 2)):
             with in_context():
                 state, _ = data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], unplaced)
@@ -234,7 +229,9 @@ class TestDataParallelTrainStep:
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
         def loss_with(seed):
-            state = place_model_state_on_shards(new_state("tuple"), mesh_of(8, axis_type))
+            state = place_model_state_on_shards(
+                new_state("tuple"), data_mesh(8, axis_type=axis_type)
+            )
             batch, rngs = numpy_batches()[0], {"dropout": jax.random.key(seed)}
             return float(data_parallel_train_step(loss_fn, ADAM, batch, state, rngs)[1]["loss"])
 
@@ -261,7 +258,7 @@ class TestDataParallelTrainStep:
         def train_step(state, batch):
             return data_parallel_train_step(linen_loss, ADAM, batch, state)
 
-        mesh = mesh_of(8, axis_type)
+        mesh = data_mesh(8, axis_type=axis_type)
         state = place_model_state_on_shards(new_state("tuple"), mesh)
         batch = place_batch_on_shards(numpy_batches()[0], create_data_parallel_sharding(mesh))
         new, metrics = train_step(state, batch)
@@ -312,6 +309,7 @@ class TestDataParallelTrainStep:
 
 def losses_of_each_placement():
     """Of a linear model on all devices of all hosts."""
+    refuse_collective_device_put()
 
     def loss_fn(params, batch):
         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -332,17 +330,10 @@ def losses_of_each_placement():
     return losses
 
 
-def without_collective_device_put(function):
-    refuse_collective_device_put()
-    return function()
-
-
 @pytest.mark.slow
 def test_on_two_hosts_losses_are_those_of_one():
     (one,) = rehearse.run(losses_of_each_placement, hosts=1)
-    two = rehearse.run(
-        without_collective_device_put, losses_of_each_placement, hosts=2, devices_per_host=2
-    )
+    two = rehearse.run(losses_of_each_placement, hosts=2, devices_per_host=2)
     for losses in two:
         assert list(losses) == ["replicate", "fsdp", "not placed"]
         for of_placement in losses.values():
@@ -372,7 +363,7 @@ class TestReduceGradients:
             "w": np.arange(num_devices * 6, dtype=np.float32).reshape(num_devices, 2, 3),
             "b": np.arange(num_devices, dtype=np.float32),
         }
-        sharding = create_data_parallel_sharding(mesh_of(num_devices, axis_type))
+        sharding = create_data_parallel_sharding(data_mesh(num_devices, axis_type=axis_type))
         reduced = reduce_gradient_tree(place_batch_on_shards(gradients, sharding), reduce_type)
         for name, stacked in gradients.items():
             np.testing.assert_allclose(reduced[name], getattr(stacked, reduce_type)(axis=0))

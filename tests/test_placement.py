@@ -289,9 +289,7 @@ class TestReplicate:
 class TestShardBatchDim:
     @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
     def test_defect_in_peer_numpy_leaves_are_left_alone(self, num_devices, axis_type):
-        mesh = jax.make_mesh(
-            (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]
-        )
+        mesh = data_mesh(num_devices, axis_type=axis_type)
         data = {"images": np.ones((8, 28, 28, 3), np.float32), "labels": np.arange(8)}
         placed = DevicePlacement().shard_batch_dim(data, mesh)
         assert_same_values(placed, data)

@@ -187,6 +187,8 @@ def test_a_verdict_of_buffer_says_on_what_it_rests():
 
 IN_PYTHON = "compute: about 500 examples a second at best if that is Python code"
 SOURCE_READS = [("t", 0, 9, 0.1), ("t", 9, 10, 0, "map")]
+EIGHT_IN_TURN = [(f"t{i}", 0, 10, 1, "map") for i in range(8)]
+TWO_AT_ONCE = [(t, 0, 10, 8, "map") for t in "tu"]
 HELD_UP = "or would compute if other processes did not use the processors"
 
 
@@ -197,16 +199,10 @@ HELD_UP = "or would compute if other processes did not use the processors"
         ([("t", 0, 10, 8, "map")], [], f"your functions {IN_PYTHON}", "num_workers", "buffer"),
         ([("t", 0, 10, 8)], [], f"the source, or your functions, {IN_PYTHON}", "num_workers", ""),
         # Many threads, one of which works at a time: the others wait for the interpreter's lock.
-        (
-            [(f"t{i}", 0, 10, 1, "map") for i in range(8)],
-            [],
-            f"your functions {IN_PYTHON}",
-            "pass num_workers",
-            "raise cpu_buffer_size",
-        ),
+        (EIGHT_IN_TURN, [], f"your functions {IN_PYTHON}", "pass num_workers", "raise cpu_buffer"),
         # Threads compute side by side.
         (
-            [(t, 0, 10, 8, "map") for t in "tu"],
+            TWO_AT_ONCE,
             [],
             "your functions compute: about 250 examples a second for each processor.",
             "pass num_workers",

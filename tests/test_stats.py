@@ -21,76 +21,67 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 from tests.on_hosts import KeyValues
-from tests.pipelines import shared_out
-
-
-class Clock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def meter(clock):
-    return Meter(clock=clock)
-
+from tests.pipelines import KINDS
 
 NOTHING = {"records": 0, "bytes": 0}
 
 
-def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
-    """A batch for which the loop waits, and its step."""
-    tally = meter.tally()
-    for stage, seconds in stages:
-        tally[stage] = tally.get(stage, 0.0) + seconds
-    with meter:
-        clock.now += wait_s
-    meter.placed({"x": np.zeros((2, 3), np.float32)})
-    meter.handed_out(size)
-    clock.now += step_s
+class Loop(Meter):
+    """Measures a loop by a clock that stands still until it is told to go on."""
+
+    def __init__(self):
+        self.now = 1000.0
+        super().__init__(clock=lambda: self.now)
+
+    def take(self, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
+        """A batch for which the loop waits, and its step."""
+        tally = self.tally()
+        for stage, seconds in stages:
+            tally[stage] = tally.get(stage, 0.0) + seconds
+        with self:
+            self.now += wait_s
+        self.placed({"x": np.zeros((2, 3), np.float32)})
+        self.handed_out(size)
+        self.now += step_s
+
+
+@pytest.fixture
+def loop():
+    return Loop()
 
 
 # What the loop waits for.
 
 
-def test_shares_and_times_follow_from_the_clock(meter, clock):
+def test_shares_and_times_follow_from_the_clock(loop):
     for _ in range(10):
-        take(meter, clock, wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
-    total = meter.total()
+        loop.take(wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
+    total = loop.total()
     # Until the tenth batch was handed out: its step is not over.
     assert (total.seconds, total.batches, total.records, total.bytes) == (37.0, 10, 80, 1000)
     assert (total.wait_share, total.wait_s, total.step_s) == (10 / 37, 1.0, 2.7)
     assert (total.records_per_s, total.bytes_per_s) == (80 / 37, 1000 / 37)
 
 
-def test_a_wait_that_goes_on_counts(meter, clock):
-    take(meter, clock, wait_s=1.0, step_s=4.0)
-    with meter:
-        clock.now += 5.0
-        assert (meter.total()["seconds"], meter.total()["wait"]) == (10.0, 6.0)
+def test_a_wait_that_goes_on_counts(loop):
+    loop.take(wait_s=1.0, step_s=4.0)
+    with loop:
+        loop.now += 5.0
+        assert (loop.total()["seconds"], loop.total()["wait"]) == (10.0, 6.0)
 
 
-def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
-    take(meter, clock, wait_s=60.0)
-    take(meter, clock, wait_s=1.0, step_s=1.0)
-    assert meter.recent().wait_share == 1.0
-    assert (meter.recent()["seconds"], meter.recent()["batches"]) == (1.0, 1)
+def test_of_late_is_without_the_first_batch_and_what_was_long_ago(loop):
+    loop.take(wait_s=60.0)
+    loop.take(wait_s=1.0, step_s=1.0)
+    assert loop.recent().wait_share == 1.0
+    assert (loop.recent()["seconds"], loop.recent()["batches"]) == (1.0, 1)
     for wait_s in [1.0] * 100 + [0.0] * 100:
-        take(meter, clock, wait_s=wait_s, step_s=1.0)
-    recent = meter.recent()
+        loop.take(wait_s=wait_s, step_s=1.0)
+    recent = loop.recent()
     assert meter_module.RECENT_S <= recent["seconds"] <= meter_module.RECENT_S + 6.0
     assert recent["wait"] == 0.0
-    assert meter.total()["wait"] == 161.0
-    assert len(meter._kept) < 10
+    assert loop.total()["wait"] == 161.0
+    assert len(loop._kept) < 10
 
 
 # Stages.
@@ -108,9 +99,9 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("stages", "busiest"), STAGES)
-def test_the_busiest_stage(meter, clock, stages, busiest):
-    take(meter, clock, wait_s=10.0, stages=stages)
-    assert meter.total().busiest == busiest
+def test_the_busiest_stage(loop, stages, busiest):
+    loop.take(wait_s=10.0, stages=stages)
+    assert loop.total().busiest == busiest
 
 
 def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
@@ -121,31 +112,31 @@ def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
     assert figures.busiest == "read"
 
 
-def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
+def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(loop):
     for _ in range(4):
-        take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
-    figures = meter.total()
+        loop.take(wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
+    figures = loop.total()
     assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
 
 
-def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
+def test_a_span_counts_for_the_iterator_of_its_thread_alone(loop):
     with span(READ):
         pass
-    with counted_by(meter):
+    with counted_by(loop):
         with span(READ, part=MAP):
             pass
         with pytest.raises(OSError, match="gone"), span(READ):
             raise OSError("gone")
     with span(READ):
         pass
-    assert {stage for _, stage in meter.total().stages_s} == {"read", "map"}
-    assert meter.total().stage_s("read") == meter.total().stage_s("map")
+    assert {stage for _, stage in loop.total().stages_s} == {"read", "map"}
+    assert loop.total().stage_s("read") == loop.total().stage_s("map")
 
 
-def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
-    take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
-    take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
-    recent = meter.recent()
+def test_a_stage_that_rests_is_seen_all_the_same(loop):
+    loop.take(wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
+    loop.take(wait_s=1.0, stages=[("place", 0.75)])
+    recent = loop.recent()
     assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
     assert recent.busiest == "place"
 
@@ -153,15 +144,15 @@ def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
 # What is known of the reads.
 
 
-def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
+def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(loop):
     bad = [BadRecord(i, "ValueError: corrupt") for i in range(2)]
-    meter.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
-    assert meter.total().reads == (4, "reads wait")
-    assert meter.faults() == (2, 1, (bad[0],), 0)
-    meter.opens(lambda: ReadThreads(2, "num_threads"), lambda: FaultCounts(0, 1, (bad[1],)))
-    assert meter.total().reads == (2, "num_threads")
-    assert meter.faults() == (2, 2, tuple(bad), 0)
-    figures = meter.total()
+    loop.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
+    assert loop.total().reads == (4, "reads wait")
+    assert loop.faults() == (2, 1, (bad[0],), 0)
+    loop.opens(lambda: ReadThreads(2, "num_threads"), lambda: FaultCounts(0, 1, (bad[1],)))
+    assert loop.total().reads == (2, "num_threads")
+    assert loop.faults() == (2, 2, tuple(bad), 0)
+    figures = loop.total()
     assert (figures.retries, figures.bad_records) == (2, 2)
     assert "2 reads tried again, 2 records masked as bad" in str(figures)
 
@@ -169,17 +160,9 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
 # Pipelines.
 
 
-# The same records in batches of 8, as each kind of pipeline has them.
-PIPELINES = {
-    "random access": lambda records, mesh: records.batch(8).shard_to(mesh),
-    "batch map": lambda records, mesh: records.batch(8).map(dict).shard_to(mesh),
-    "stream": lambda records, mesh: records.to_iter_dataset().batch(8).shard_to(mesh),
-    "feeds": lambda records, mesh: shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh),
-    "workers": lambda records, mesh: records.batch(8).shard_to(mesh, num_workers=1),
-}
 SEEN = {
     "random access": {"read", "map", "batch", "pad", "place"},
-    "batch map": {"read", "batch", "pad", "place"},
+    "custom batch": {"read", "batch", "pad", "place"},
     "stream": {"read", "pad", "place"},
     "feeds": {"read", "batch", "place"},
     "workers": {"place"},
@@ -194,17 +177,18 @@ def load(i):
     "kind", [k if k != "workers" else pytest.param(k, marks=pytest.mark.slow) for k in SEEN]
 )
 def test_what_each_kind_of_pipeline_tells(mesh, kind):
-    records = grain.MapDataset.source(list(range(20))).map(load)
-    with iter(PIPELINES[kind](records, mesh)) as batches:
+    options = {"num_workers": 1} if kind == "workers" else {}
+    ds = KINDS.get(kind, KINDS["random access"])(load).shard_to(mesh, **options)
+    with iter(ds) as batches:
         seen = [stats for _ in batches if (stats := batches.stats())]
         end = batches.stats()
-    assert [stats.total.batches for stats in seen] == [1, 2, 3]
-    assert end.total.records == 20
+    assert [stats.total.batches for stats in seen] == [1, 2]
+    assert end.total.records == 6
     # 8 ids, 8 rows of three floats, and 8 booleans.
-    assert end.total.bytes == 3 * 8 * (4 + 12 + 1)
+    assert end.total.bytes == 2 * 8 * (4 + 12 + 1)
     figures = {name for name in SEEN["random access"] if getattr(end.total, f"{name}_s")}
     assert figures == SEEN[kind]
-    assert (end.read_threads is not None) == (kind in ("random access", "batch map"))
+    assert (end.read_threads is not None) == (kind in ("random access", "custom batch"))
     assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
 
 
@@ -319,26 +303,26 @@ def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, hos
     assert slowest({0: Waits(0.9, 1.0, "read")}) is None, "one host is not compared"
 
 
-def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(meter, clock):
-    take(meter, clock, wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
-    assert waits(meter.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
+def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(loop):
+    loop.take(wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
+    assert waits(loop.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
 
 
-def test_a_report_is_of_what_came_after_the_last_one(meter, clock):
-    take(meter, clock, wait_s=50.0)  # the first batch, for which everything begins
-    take(meter, clock, wait_s=1.0, step_s=3.0)
-    take(meter, clock)
-    assert meter.waits_of_late(0.0).share == 0.25
-    with meter:
-        clock.now += 8.0
-        assert meter.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
-    assert meter.waits_of_late(0.0) == Waits(0.0, 0.0, None)
+def test_a_report_is_of_what_came_after_the_last_one(loop):
+    loop.take(wait_s=50.0)  # the first batch, for which everything begins
+    loop.take(wait_s=1.0, step_s=3.0)
+    loop.take()
+    assert loop.waits_of_late(0.0).share == 0.25
+    with loop:
+        loop.now += 8.0
+        assert loop.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
+    assert loop.waits_of_late(0.0) == Waits(0.0, 0.0, None)
 
 
-def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, clock):
-    take(meter, clock, wait_s=1.0)
-    take(meter, clock, wait_s=1.5)
-    assert meter.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
+def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(loop):
+    loop.take(wait_s=1.0)
+    loop.take(wait_s=1.5)
+    assert loop.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
 
 
 class Cluster:
