@@ -325,12 +325,18 @@ class TestProfile:
         # A batch is being read when the loop begins, and when it ends.
         profiled = profile(sharded(batches(slow(record))), step, 10, warmup=3)
         assert (profiled.num_batches, profiled.warmup) == (10, 3)
+        assert repr(profiled).startswith("batches measured: 10 (after 3 of warm-up)\n")
         assert set(profiled.lanes_s) >= {"place", "wait", "step"}
         for span in profiled.spans:
             assert 0 <= span.start <= span.end <= profiled.seconds, span
         loop = [(s.stage, s.end) for s in profiled.spans if s.stage in ("wait", "step")]
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
         assert loop[-1][1] == profiled.seconds
+
+    def test_a_dataset_may_end_before_all_batches_are_measured(self):
+        few = profile(sharded(batches()[:5]), step, 5, warmup=4)
+        asked = "batches measured: 1 of 5, then the dataset ended (after 4 of warm-up)\n"
+        assert str(few).startswith(asked)
 
     def test_its_share_of_waiting_is_of_waiting_and_step(self):
         loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither

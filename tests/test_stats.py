@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
 from grain_shard.hosts import slowest as slowest_module
-from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, compare_waits, slowest
+from grain_shard.hosts.slowest import SlowestOf, Waits, compare_waits, slowest
 from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
@@ -272,14 +272,6 @@ def test_as_dict_is_flat_and_has_numbers_alone(mesh):
     assert {name.split("/")[0] for name in stats.as_dict("eval")} == {"eval"}
 
 
-def test_the_slowest_host_is_in_it():
-    host = SlowestHost(host=3, stage="read", wait_s=0.5, others_wait_s=0.25, share=0.5)
-    flat = Stats(Figures(), Figures(), slowest_host=host).as_dict()
-    assert flat["data/slowest_host"] == 3
-    assert flat["data/slowest_host_behind_s"] == 0.25
-    assert flat["data/slowest_host_share"] == 0.5
-
-
 # Which host is slow.
 
 HOSTS = [
@@ -468,6 +460,7 @@ class TestPrometheus:
         batches.slowest = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
         samples = scraped(registry)
         assert samples['grain_shard_slowest_host{dataset="train"}'] == 1
+        assert samples['grain_shard_slowest_host_behind_s{dataset="train"}'] == 0.01
         assert samples['grain_shard_slowest_host_share{dataset="train"}'] == 0.5
 
     def test_nothing_is_in_the_default_registry_unasked(self):
