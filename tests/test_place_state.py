@@ -68,6 +68,12 @@ def test_fsdp_takes_the_axis_of_that_name():
     assert specs(placed) == {"kernel": P("fsdp")}
 
 
+def test_fsdp_on_a_mesh_that_has_no_axis_for_it():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    with pytest.raises(ShardingError, match="none of the mesh axes 'x', 'y' is called 'data'"):
+        place_model_state_on_shards(PARAMS, mesh, "fsdp")
+
+
 @pytest.mark.parametrize(
     ("by_path", "sharded"),
     [

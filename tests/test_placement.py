@@ -406,6 +406,10 @@ class TestPrefetch:
         assert refusal(lambda: by_method([])).startswith("buffer_size=0")
         assert "cpu_buffer_size=0" in refusal(lambda: prefetch_to_device([], cpu_buffer_size=0))
 
+    def test_what_is_not_iterable_is_refused(self):
+        with pytest.raises(TypeError, match="not iterable"):
+            prefetch_to_device(3)
+
 
 class TestPrefetchState:
     @pytest.mark.parametrize("source", WITH_STATE.values(), ids=WITH_STATE)
