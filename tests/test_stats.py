@@ -21,7 +21,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 from tests.on_hosts import KeyValues
-from tests.pipelines import KINDS
+from tests.pipelines import shared_out
 
 NOTHING = {"records": 0, "bytes": 0}
 
@@ -160,9 +160,17 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(loop):
 # Pipelines.
 
 
+# The same records in batches of 8, as each kind of pipeline has them.
+PIPELINES = {
+    "random access": lambda records, mesh: records.batch(8).shard_to(mesh),
+    "batch map": lambda records, mesh: records.batch(8).map(dict).shard_to(mesh),
+    "stream": lambda records, mesh: records.to_iter_dataset().batch(8).shard_to(mesh),
+    "feeds": lambda records, mesh: shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh),
+    "workers": lambda records, mesh: records.batch(8).shard_to(mesh, num_workers=1),
+}
 SEEN = {
     "random access": {"read", "map", "batch", "pad", "place"},
-    "custom batch": {"read", "batch", "pad", "place"},
+    "batch map": {"read", "batch", "pad", "place"},
     "stream": {"read", "pad", "place"},
     "feeds": {"read", "batch", "place"},
     "workers": {"place"},
@@ -177,18 +185,17 @@ def load(i):
     "kind", [k if k != "workers" else pytest.param(k, marks=pytest.mark.slow) for k in SEEN]
 )
 def test_what_each_kind_of_pipeline_tells(mesh, kind):
-    options = {"num_workers": 1} if kind == "workers" else {}
-    ds = KINDS.get(kind, KINDS["random access"])(load).shard_to(mesh, **options)
-    with iter(ds) as batches:
+    records = grain.MapDataset.source(list(range(20))).map(load)
+    with iter(PIPELINES[kind](records, mesh)) as batches:
         seen = [stats for _ in batches if (stats := batches.stats())]
         end = batches.stats()
-    assert [stats.total.batches for stats in seen] == [1, 2]
-    assert end.total.records == 6
+    assert [stats.total.batches for stats in seen] == [1, 2, 3]
+    assert end.total.records == 20
     # 8 ids, 8 rows of three floats, and 8 booleans.
-    assert end.total.bytes == 2 * 8 * (4 + 12 + 1)
+    assert end.total.bytes == 3 * 8 * (4 + 12 + 1)
     figures = {name for name in SEEN["random access"] if getattr(end.total, f"{name}_s")}
     assert figures == SEEN[kind]
-    assert (end.read_threads is not None) == (kind in ("random access", "custom batch"))
+    assert (end.read_threads is not None) == (kind in ("random access", "batch map"))
     assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
 
 
