@@ -102,9 +102,9 @@ def hints(request, monkeypatch):
     return request.param
 
 
-def data_mesh(num_devices, name="data"):
+def data_mesh(num_devices, name="data", axis_type=AxisType.Auto):
     """Returns a mesh of the first devices with one axis."""
-    return jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), (name,))
+    return jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), (name,), (axis_type,))
 
 
 def numbered(num_records, global_batch_size, **batch_options):

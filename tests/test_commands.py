@@ -38,36 +38,65 @@ def run_body(body):
     return run("-c", PROGRAM % body.replace("\n", "\n    "), "demo")
 
 
+TWO = "plan --hosts 2 --devices-per-host 1 --mesh"
+SIZES = "--batch 8 --records 80"
+NO_NUMBER = "is not a whole number of at least 1."
+NO_SECONDS = "is not a positive number of seconds."
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         ("", "python -m grain_shard: the following arguments are required: subcommand. "),
         ("train", "python -m grain_shard: argument subcommand: invalid choice: 'train' "),
-        ("plan", "python -m grain_shard plan: the following arguments are required: --mesh, "),
         ("demo --hosts 3", "python -m grain_shard demo: argument --hosts: invalid choice: 3 "),
-        ("demo --epochs x", "argument --epochs: 'x' is not a whole number of at least 1. "),
-        ("demo --epochs 0", "argument --epochs: '0' is not a whole number of at least 1. "),
+        ("demo --epochs x", f"argument --epochs: 'x' {NO_NUMBER}"),
+        ("demo --epochs 0", f"argument --epochs: '0' {NO_NUMBER}"),
+        ("rehearse --hosts 2.5 a.py", f"argument --hosts: '2.5' {NO_NUMBER}"),
+        ("plan --hosts -1", f"python -m grain_shard plan: argument --hosts: '-1' {NO_NUMBER}"),
         *(
             (
-                f"rehearse --hosts 2 --timeout {time} train.py",
-                f"argument --timeout: '{time}' is not",
+                f"rehearse --hosts 2 --timeout {time} a.py",
+                f"argument --timeout: '{time}' {NO_SECONDS}",
             )
             for time in ("0", "-3", "nan", "inf", "soon")
         ),
-        ("rehearse --hosts 2.5 a.py", "argument --hosts: '2.5' is not a whole number of at le"),
+        ("doctor --timeout soon", f"argument --timeout: 'soon' {NO_SECONDS}"),
+        ("plan", "python -m grain_shard plan: the following arguments are required: --mesh, "),
+        (f"plan --mesh data=2 {SIZES}", "one of the arguments --topology --hosts is required. "),
+        (f"plan --hosts 2 --topology v5e:2x2 --mesh data=2 {SIZES}", "not allowed with argument"),
+        (f"{TWO} data {SIZES}", "argument --mesh: 'data' does not have the form data=32,model=8. "),
+        (f"{TWO} data=1,data=2 {SIZES}", "argument --mesh: 'data=1,data=2' does not have the form"),
+        (f"{TWO} data=2 --spec data++x {SIZES}", "--spec: 'data++x' has an empty axis name. "),
+        (f"{TWO} data=2 --picture mesh.words {SIZES}", "'mesh.words' does not end in .svg"),
+        (f"{TWO} data=2 --hardware v5e {SIZES}", "'v5e' is not one of tpu_v5e, tpu_v5p"),
+        (f"{TWO} data=2 --compile a.py {SIZES}", "'a.py' does not have the form train.py:build. "),
+        (f"{TWO} data=2 --compile :f {SIZES}", "':f' does not have the form train.py:build. "),
+        (f"{TWO} data=2 --compile no.py:f {SIZES}", "--compile: there is no file 'no.py'. "),
+        # Words that are understood, but do not go together.
         ("rehearse --hosts 2 .", "grain_shard rehearse: there is no script '.'."),
         ("rehearse --hosts 2 nowhere.py", "grain_shard rehearse: there is no script 'nowhere.py'."),
-        ("doctor --timeout soon", "argument --timeout: 'soon' is not a positive number of sec"),
+        (f"plan --hosts 2 --mesh data=2 {SIZES}", "--devices-per-host belong together. Remedy: "),
+        (f"{TWO} data=3 {SIZES}", "there are 2 devices (mesh: data=3). Remedy: give axes"),
+        (f"{TWO} data=2 --spec x {SIZES}", "does not exist (spec: P('x'), mesh: data=2). Remedy: "),
+        (f"{TWO} data=2 --slices 2 {SIZES}", "--slices needs a TPU topology. Remedy: give"),
+        (
+            f"{TWO} data=2 --compile {__file__}:f {SIZES}",
+            "--compile needs the devices of a TPU slice. Remedy: ",
+        ),
     ],
 )
 def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, capsys):
     try:
-        code = main(words.split())
-    except SystemExit as end:
-        code = end.code
+        code, begin, end = main(words.split()), "grain_shard ", "\n"
+    except SystemExit as exit:
+        begin, end = "python -m grain_shard", " Run it with --help to see its arguments.\n"
+        code = exit.code
     printed, complaint = capsys.readouterr()
     assert code == 2
-    assert printed == ""
+    assert complaint.startswith(begin)
+    assert complaint.endswith(end)
+    assert printed == ""  # no plan above an error, where it would be overlooked
     assert complaint.count("\n") == 1
     assert line in complaint
 
@@ -84,10 +113,8 @@ def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, caps
             "7 rows (mesh: data=2, model=4). Remedy: use 8 of them.",
         ),
         (
-            GrainShardError(
-                "they differ.\n  mesh: 2 on host 0\n  rows: 3 on host 1\n  remedy: look."
-            ),
-            "they differ (mesh: 2 on host 0; rows: 3 on host 1). Remedy: look.",
+            GrainShardError("they differ.\n  mesh: 2 on host 0\n  rows: 3 on 1\n  remedy: look."),
+            "they differ (mesh: 2 on host 0; rows: 3 on 1). Remedy: look.",
         ),
         (GrainShardError(), "GrainShardError"),
     ],
@@ -113,12 +140,21 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word():
     assert done.returncode == 141
 
 
-def test_help_names_every_exit_code_and_fits_60_columns():
-    done = run("-m", "grain_shard", "--help", env=os.environ | {"COLUMNS": "60"})
+def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_command():
+    program = (
+        "import atexit, sys; from grain_shard.tools.command import main;"
+        "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
+    )
+    done = run("-c", program, env=os.environ | {"COLUMNS": "60"})
+    *text, modules = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    examples = {line for line in text if "python -m" in line}
+    assert "  python -m grain_shard demo --hosts 2" in examples
+    assert "  python -m grain_shard rehearse --hosts 4 train.py" in examples
+    assert all(len(line) <= 60 for line in text if line not in examples)
     codes = re.findall(r"^  (\d+)  ", done.stdout, re.MULTILINE)
     assert codes == ["0", "1", "2", "130", "141"]
-    examples = [line for line in done.stdout.splitlines() if "python -m" in line]
-    assert all(len(line) <= 60 for line in done.stdout.splitlines() if line not in examples)
+    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
 
 
 # Ctrl-C.

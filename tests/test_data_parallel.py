@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import rehearse
@@ -28,17 +28,12 @@ from grain_shard.training import (
     reduce_gradients_across_devices,
     spmd_train_step,
 )
+from tests.conftest import data_mesh
 from tests.on_hosts import refuse_collective_device_put
 
 NUM_CLASSES = 8
 NUM_STEPS = 3
 DEVICE_COUNTS = [1, 2, 4, 8]
-
-
-def mesh_of(num_devices, axis_type=AxisType.Auto):
-    return jax.make_mesh(
-        (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]
-    )
 
 
 def numpy_batches():
@@ -114,6 +109,15 @@ def one_device_linen_losses():
     return losses
 
 
+def trained(state, optimizer=ADAM):
+    """The state after a step for each batch, and the losses."""
+    losses = []
+    for batch in numpy_batches():
+        state, metrics = data_parallel_train_step(linen_loss, optimizer, batch, state)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
 def rows_of_each_host_joined():
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     shardings = {"x": create_data_parallel_sharding(mesh), "step": NamedSharding(mesh, P())}
@@ -135,7 +139,7 @@ class TestSpmdTrainStep:
     def test_losses_are_those_of_one_device(self, num_devices, axis_type, seed_004_under_set_mesh):
         model = NnxModel(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-        mesh, batches, traces = mesh_of(num_devices, axis_type), numpy_batches(), []
+        mesh, batches, traces = data_mesh(num_devices, axis_type=axis_type), numpy_batches(), []
         in_context = contextlib.nullcontext
         if seed_004_under_set_mesh:  # a step of a model that is placed nowhere
             in_context, batches = functools.partial(jax.set_mesh, mesh), batches[:1]
@@ -164,13 +168,10 @@ class TestDataParallelTrainStep:
         ("kind", "param_sharding"), [("TrainState", "replicate"), ("tuple", "fsdp")]
     )
     def test_losses_are_those_of_one_device(self, num_devices, kind, param_sharding, axis_type):
-        mesh = mesh_of(num_devices, axis_type)
+        mesh = data_mesh(num_devices, axis_type=axis_type)
         state = place_model_state_on_shards(new_state(kind), mesh, param_sharding)
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
-        losses = []
-        for batch in numpy_batches():
-            state, metrics = data_parallel_train_step(linen_loss, ADAM, batch, state)
-            losses.append(float(metrics["loss"]))
+        state, losses = trained(state)
         np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
         same_sharding = jax.tree.map(
             lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
@@ -184,26 +185,23 @@ class TestDataParallelTrainStep:
         new, metrics = data_parallel_train_step(linen_loss, None, numpy_batches()[0], state)
         assert isinstance(new, TrainState)
         assert (state.step, int(new.step)) == (0, 1)
-        assert set(metrics) == {"loss"}
-        assert metrics["loss"].shape == ()
+        assert {name: figure.shape for name, figure in metrics.items()} == {"loss": ()}
 
-    def test_defect_in_peer_each_call_traces_again(self):
-        traces = []
+    @pytest.mark.parametrize("kind", ["TrainState", "tuple"])
+    def test_defect_in_peer_each_call_traces_again(self, kind):
+        state, traces = new_state(kind), []
 
         def loss_fn(params, batch):
             traces.append(1)
             return linen_loss(params, batch)
 
-        for kind in ("TrainState", "tuple"):
-            traces.clear()
-            state = new_state(kind)
-            for batch in numpy_batches():
-                state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
-            assert len(traces) == 1
+        for batch in numpy_batches():
+            state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
+        assert len(traces) == 1
 
     def test_unplaced_numpy_goes_to_all_devices_or_to_the_mesh_in_use(self, axis_type):
         unplaced = jax.tree.map(np.asarray, new_state("tuple"))
-        in_use = functools.partial(jax.set_mesh, mesh_of(2, axis_type))
+        in_use = functools.partial(jax.set_mesh, data_mesh(2, axis_type=axis_type))
         for in_context, num_devices in ((contextlib.nullcontext, 8), (in_use, 2)):
             with in_context():
                 state, _ = data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], unplaced)
@@ -220,15 +218,9 @@ class TestDataParallelTrainStep:
 
     def test_tensor_parallel_state_on_a_2d_mesh(self, axis_type):
         mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
-        state = place_model_state_on_shards(
-            new_state("TrainState"),
-            mesh,
-            {"Dense_0/kernel": P(None, "model"), "Dense_1/kernel": P("model", None)},
-        )
-        losses = []
-        for batch in numpy_batches():
-            state, metrics = data_parallel_train_step(linen_loss, None, batch, state)
-            losses.append(float(metrics["loss"]))
+        specs = {"Dense_0/kernel": P(None, "model"), "Dense_1/kernel": P("model", None)}
+        state = place_model_state_on_shards(new_state("TrainState"), mesh, specs)
+        _, losses = trained(state, optimizer=None)
         np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
 
     def test_rngs_reach_the_loss(self, axis_type):
@@ -237,7 +229,9 @@ class TestDataParallelTrainStep:
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
         def loss_with(seed):
-            state = place_model_state_on_shards(new_state("tuple"), mesh_of(8, axis_type))
+            state = place_model_state_on_shards(
+                new_state("tuple"), data_mesh(8, axis_type=axis_type)
+            )
             batch, rngs = numpy_batches()[0], {"dropout": jax.random.key(seed)}
             return float(data_parallel_train_step(loss_fn, ADAM, batch, state, rngs)[1]["loss"])
 
@@ -264,7 +258,7 @@ class TestDataParallelTrainStep:
         def train_step(state, batch):
             return data_parallel_train_step(linen_loss, ADAM, batch, state)
 
-        mesh = mesh_of(8, axis_type)
+        mesh = data_mesh(8, axis_type=axis_type)
         state = place_model_state_on_shards(new_state("tuple"), mesh)
         batch = place_batch_on_shards(numpy_batches()[0], create_data_parallel_sharding(mesh))
         new, metrics = train_step(state, batch)
@@ -301,22 +295,21 @@ class TestDataParallelTrainStep:
             data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], state)
 
     def test_state_and_optimizer_that_do_not_go_together(self):
-        batch = numpy_batches()[0]
-        model = NnxModel(nnx.Rngs(0))
-        with pytest.raises(TypeError, match="use spmd_train_step"):
-            data_parallel_train_step(
-                nnx_loss, nnx.Optimizer(model, ADAM, wrt=nnx.Param), batch, model
-            )
-        with pytest.raises(TypeError, match="has its own optimizer"):
-            data_parallel_train_step(linen_loss, optax.sgd(1.0), batch, new_state("TrainState"))
-        with pytest.raises(TypeError, match="got a tuple as state and no optimizer"):
-            data_parallel_train_step(linen_loss, None, batch, new_state("tuple"))
-        with pytest.raises(TypeError, match="got a dict as state and an optimizer"):
-            data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
+        batch, model = numpy_batches()[0], NnxModel(nnx.Rngs(0))
+        of_nnx, params = nnx.Optimizer(model, ADAM, wrt=nnx.Param), new_state("tuple")[0]
+        for optimizer, state, problem in [
+            (of_nnx, model, "use spmd_train_step"),
+            (optax.sgd(1.0), new_state("TrainState"), "has its own optimizer"),
+            (None, new_state("tuple"), "got a tuple as state and no optimizer"),
+            (ADAM, params, "got a dict as state and an optimizer"),
+        ]:
+            with pytest.raises(TypeError, match=problem):
+                data_parallel_train_step(linen_loss, optimizer, batch, state)
 
 
 def losses_of_each_placement():
     """Of a linear model on all devices of all hosts."""
+    refuse_collective_device_put()
 
     def loss_fn(params, batch):
         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -337,17 +330,10 @@ def losses_of_each_placement():
     return losses
 
 
-def without_collective_device_put(function):
-    refuse_collective_device_put()
-    return function()
-
-
 @pytest.mark.slow
 def test_on_two_hosts_losses_are_those_of_one():
     (one,) = rehearse.run(losses_of_each_placement, hosts=1)
-    two = rehearse.run(
-        without_collective_device_put, losses_of_each_placement, hosts=2, devices_per_host=2
-    )
+    two = rehearse.run(losses_of_each_placement, hosts=2, devices_per_host=2)
     for losses in two:
         assert list(losses) == ["replicate", "fsdp", "not placed"]
         for of_placement in losses.values():
@@ -377,7 +363,7 @@ class TestReduceGradients:
             "w": np.arange(num_devices * 6, dtype=np.float32).reshape(num_devices, 2, 3),
             "b": np.arange(num_devices, dtype=np.float32),
         }
-        sharding = create_data_parallel_sharding(mesh_of(num_devices, axis_type))
+        sharding = create_data_parallel_sharding(data_mesh(num_devices, axis_type=axis_type))
         reduced = reduce_gradient_tree(place_batch_on_shards(gradients, sharding), reduce_type)
         for name, stacked in gradients.items():
             np.testing.assert_allclose(reduced[name], getattr(stacked, reduce_type)(axis=0))

@@ -54,20 +54,25 @@ def first_run(cache):
     return run(cache, "-m", "grain_shard", "demo", "--hosts", "2")
 
 
+def assert_printed(text, *lines):
+    """Each line, a regular expression, is one of the text."""
+    for line in lines:
+        assert re.search(f"^{line}$", text, re.MULTILINE), f"{line}\n{text}"
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_first_run_writes_the_files_and_keeps_every_promise(cache, first_run):
-    result = first_run
-
-    assert (result.returncode, result.stderr) == (0, "")
-    assert f"digits written to {cache}/grain_shard/digits\n" in result.stdout
+    assert (first_run.returncode, first_run.stderr) == (0, "")
+    assert f"digits written to {cache}/grain_shard/digits\n" in first_run.stdout
     assert sorted(files(cache)) == [
         *(f"grain_shard/digits/test-0000{i}-of-00002.array_record" for i in range(2)),
         *(f"grain_shard/digits/train-0000{i}-of-00004.array_record" for i in range(4)),
     ]
-    on_one_host, heading, _ = result.stdout.partition("\n2 hosts\n")
+    on_one_host, heading, _ = first_run.stdout.partition("\n2 hosts\n")
     assert heading
-    for line in (
+    assert_printed(
+        on_one_host,
         r"  mesh +data=8 *",
         r"  batch\['image'\] +f32\[128@data,8,8,1\] +16 +4.1 kB *",
         r"  batch\['label'\] +i32\[128@data\] +16 +64 bytes *",
@@ -82,8 +87,7 @@ def test_first_run_writes_the_files_and_keeps_every_promise(cache, first_run):
         r"10 epochs of 1,500 images, 12 batches of 128 each; 120 in all",
         r"  ok: 54 batches after the restore are those of one run, bit for bit",
         r"  ok: 10 epochs read each of 1,500 images once \(15,000 reads on host 0\)",
-    ):
-        assert re.search(f"^{line}$", on_one_host, re.MULTILINE), f"{line}\n{result.stdout}"
+    )
 
 
 @pytest.mark.slow
@@ -106,10 +110,8 @@ def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
-    result = first_run
-
-    assert (result.returncode, result.stderr) == (0, "")
-    for line in (
+    assert_printed(
+        first_run.stdout,
         r"\[host 0\]   48:64 +host 0: 3 *",
         r"\[host 0\]   64:80 +host 1: \d+ *",
         r"\[host 0\]   112:128 +host 1: \d+ *",
@@ -118,8 +120,7 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
         r"\[host 0\]   ok: 10 epochs read each of 1,500 images once \(7,680 reads on host 0, 7,3.*",
         r"  ok: parameters and optimizer of 2 hosts differ from those of 1 host by at most"
         r" \S+ \(<= 1e-05\)",
-    ):
-        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"
+    )
 
 
 @pytest.mark.slow
@@ -173,19 +174,6 @@ def test_missing_extra_is_named_with_its_remedy(cache, module, name):
         f"grain_shard demo: the demo needs {name}, which is not installed."
         ' Remedy: pip install "grain-shard[demo]"\n'
     )
-
-
-def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
-    command = (
-        "import atexit, sys; from grain_shard.tools.command import main;"
-        "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
-    )
-    result = run(cache, "-c", command)
-    *text, modules = result.stdout.splitlines()
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "  python -m grain_shard demo --hosts 2" in text
-    assert "  python -m grain_shard rehearse --hosts 4 train.py" in text
-    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
 
 
 @pytest.mark.parametrize("subcommand", ["demo", "rehearse"])

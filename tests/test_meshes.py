@@ -42,9 +42,6 @@ def test_defect_in_seed_001_2d_mesh_fits_four_devices_only(num_devices, shape):
 def test_2d_mesh_with_a_given_second_axis():
     mesh = create_2d_mesh(("data", "fsdp"), second_axis_size=8)
     assert dict(mesh.shape) == {"data": 1, "fsdp": 8}
-
-
-def test_2d_mesh_names_the_sizes_that_fit():
     with pytest.raises(ShardingError) as error:
         create_2d_mesh(second_axis_size=3)
     assert str(error.value) == (
@@ -116,9 +113,6 @@ def test_defect_in_peer_fsdp_rules_with_a_model_axis_name_it_twice():
 def test_a_mesh_axis_goes_to_the_first_dim_that_it_is_for():
     assert fsdp_rules()("data", "embed") == ("data", None)
     assert fsdp_rules()("embed", "data", None) == ("data", None, None)
-
-
-def test_rules_combine():
     rules = dataclasses.replace(TENSOR_PARALLEL, embed="data")
     assert rules("embed", "heads") == ("data", "model")
 

@@ -12,10 +12,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
-from grain_shard.training import (
-    place_model_state_on_shards,
-    place_nnx_state_on_shards,
-)
+from grain_shard.training import place_model_state_on_shards, place_nnx_state_on_shards
 
 PARAMS = {
     "up": {"kernel": np.ones((8, 16), np.float32), "bias": np.zeros(16, np.float32)},
@@ -78,66 +75,51 @@ def test_fsdp_on_a_mesh_that_has_no_axis_for_it():
 
 
 @pytest.mark.parametrize(
-    ("state", "by_path", "expected"),
+    ("by_path", "sharded"),
     [
         (
-            PARAMS,
             {"up/kernel": P(None, "model"), "down/kernel": P("model", None)},
-            {
-                "up/kernel": P(None, "model"),
-                "up/bias": P(),
-                "down/kernel": P("model"),
-                "down/bias": P(),
-            },
+            {"up/kernel": P(None, "model"), "down/kernel": P("model")},
         ),
         # The end of a path is enough, and the longest counts.
         (
-            PARAMS,
             {"kernel": P("model"), "up/kernel": P("data", "model"), "bias": P()},
-            {
-                "up/kernel": P("data", "model"),
-                "up/bias": P(),
-                "down/kernel": P("model"),
-                "down/bias": P(),
-            },
-        ),
-        # A longer spec is cut to the rank.
-        (
-            {"scale": np.ones(4), "step": 7},
-            {"scale": P("data", "model"), "step": P("data")},
-            {"scale": P("data"), "step": P()},
-        ),
-        # The leaves of NNX have paths without the "value" at their end.
-        (
-            nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0))),
-            {"kernel": P(None, "model")},
-            {"kernel/value": P(None, "model"), "bias/value": P()},
+            {"up/kernel": P("data", "model"), "down/kernel": P("model")},
         ),
     ],
 )
-def test_by_path(mesh_2d, state, by_path, expected):
-    assert specs(place_model_state_on_shards(state, mesh_2d, by_path)) == expected
+def test_by_path(mesh_2d, by_path, sharded):
+    biases = {"up/bias": P(), "down/bias": P()}
+    assert specs(place_model_state_on_shards(PARAMS, mesh_2d, by_path)) == biases | sharded
+
+
+def test_a_longer_spec_is_cut_to_the_rank(mesh_2d):
+    state = {"scale": np.ones(4), "step": 7}
+    by_path = {"scale": P("data", "model"), "step": P("data")}
+    placed = place_model_state_on_shards(state, mesh_2d, by_path)
+    assert specs(placed) == {"scale": P("data"), "step": P()}
+
+
+def test_a_path_of_nnx_may_do_without_the_value_at_its_end(mesh_2d):
+    state = nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+    placed = place_model_state_on_shards(state, mesh_2d, {"kernel": P(None, "model")})
+    assert specs(placed) == {"kernel/value": P(None, "model"), "bias/value": P()}
 
 
 def test_optimizer_moments_follow_their_parameter(mesh):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(16)(x)
-
-    model = Model()
+    model = nn.Sequential([nn.Dense(16)])
     params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
-    placed = place_model_state_on_shards(state, mesh, {"Dense_0/kernel": P(None, "data")})
+    placed = place_model_state_on_shards(state, mesh, {"layers_0/kernel": P(None, "data")})
     assert specs(placed) == {
         "step": P(),
-        "params/Dense_0/bias": P(),
-        "params/Dense_0/kernel": P(None, "data"),
+        "params/layers_0/bias": P(),
+        "params/layers_0/kernel": P(None, "data"),
         "opt_state/0/count": P(),
-        "opt_state/0/mu/Dense_0/bias": P(),
-        "opt_state/0/mu/Dense_0/kernel": P(None, "data"),
-        "opt_state/0/nu/Dense_0/bias": P(),
-        "opt_state/0/nu/Dense_0/kernel": P(None, "data"),
+        "opt_state/0/mu/layers_0/bias": P(),
+        "opt_state/0/mu/layers_0/kernel": P(None, "data"),
+        "opt_state/0/nu/layers_0/bias": P(),
+        "opt_state/0/nu/layers_0/kernel": P(None, "data"),
     }
     assert placed.step.dtype == jnp.int32
 
@@ -217,16 +199,6 @@ def test_nnx_state_by_filter(mesh_2d, as_state_sharding):
     }
     nnx.update(model, placed)
     np.testing.assert_array_equal(model.up.kernel.get_value(), kernel)
-
-
-def test_nnx_state_of_model_and_optimizer(mesh):
-    model = NnxModel(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    placed = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
-    nnx.update((model, optimizer), placed)
-    for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
-        assert leaf.sharding.is_fully_replicated
-        assert leaf.sharding.num_devices == 8
 
 
 def test_nnx_sharding_may_be_of_any_kind(mesh):

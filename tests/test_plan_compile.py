@@ -103,29 +103,8 @@ def test_a_spec_that_does_not_fit_the_record(compiled):
     assert ". Remedy: " in complaint
 
 
-@pytest.mark.parametrize(
-    ("reference", "problem"),
-    [
-        ("nothing.py:build", "there is no file 'nothing.py'"),
-        ("script.py", "'script.py' does not have the form train.py:build"),
-        ("script.py:nothing", "script.py defines no 'nothing'. Remedy: write script.py:name with"),
-    ],
-)
-def test_what_is_no_function(reference, problem, tmp_path, capsys, monkeypatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = main([*ARGUMENTS, "--compile", reference])
-    except SystemExit as end:
-        code = end.code
-    complaint = capsys.readouterr().err
+def test_a_script_without_the_function(compiled):
+    code, _, complaint = compiled("nothing")
     assert code == 2
-    assert problem in complaint
+    assert "script.py defines no 'nothing'. Remedy: write script.py:name with" in complaint
     assert complaint.count("\n") == 1
-
-
-def test_devices_that_are_not_known_have_no_compiler(tmp_path, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    words = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 2 --records 2 --compile"
-    assert main([*words.split(), f"{tmp_path}/script.py:build"]) == 2
-    assert "--compile needs the devices of a TPU slice" in capsys.readouterr().err

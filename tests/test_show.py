@@ -20,6 +20,7 @@ from grain_shard.tools.showing.display import LeafText
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.tables import to_text
 from tests.conftest import CountingSource, background_threads, data_mesh
+from tests.pipelines import KINDS
 
 
 def record(i):
@@ -163,29 +164,15 @@ class TestInATerminal:
         ]:
             assert line in shown
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda records: records.batch(100),
-            lambda records: records.batch(100).map(dict),  # made as a whole
-            lambda records: records.to_iter_dataset().batch(100),
-            lambda records: grain_shard.feeds(
-                lambda feed: records.to_iter_dataset(), num_feeds=4
-            ).batch(100),
-        ],
-        ids=["random access", "whole batches", "stream", "feeds"],
-    )
-    def test_a_batch_that_the_shards_do_not_divide_has_padding(self, make, capsys):
-        ds = make(grain.MapDataset.range(300).map(lambda i: {"x": i}))
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_batch_that_the_shards_do_not_divide_has_padding(self, kind, capsys):
+        ds = KINDS[kind](lambda i: {"x": i})  # batches of 4
         grain_shard.show(ds.shard_to(data_mesh(8)))
-        assert "rows of a batch 104: 100 records + 4 of padding" in map(" ".join, lines(capsys))
+        assert "rows of a batch 8: 4 records + 4 of padding" in map(" ".join, lines(capsys))
+        grain_shard.show(ds.shard_to(data_mesh(4), microbatches=3))
+        assert "rows of a batch 12: 4 records + 8 of padding" in map(" ".join, lines(capsys))
         grain_shard.show(ds.shard_to(data_mesh(4)))
         assert "padding" not in capsys.readouterr().out
-
-    def test_padding_for_microbatches(self, capsys):
-        ds = grain.MapDataset.range(300).map(lambda i: {"x": i}).batch(100)
-        grain_shard.show(ds.shard_to(data_mesh(4), microbatches=3))
-        assert "rows of a batch 108: 100 records + 8 of padding" in map(" ".join, lines(capsys))
 
     def test_a_stream(self, capsys):
         stream = grain.MapDataset.range(10).to_iter_dataset().map(lambda i: {"x": i}).batch(4)

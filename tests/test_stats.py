@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
 from grain_shard.hosts import slowest as slowest_module
-from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, compare_waits, slowest
+from grain_shard.hosts.slowest import SlowestOf, Waits, compare_waits, slowest
 from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
@@ -23,81 +23,65 @@ from tests.conftest import data_mesh, ids, numbered
 from tests.on_hosts import KeyValues
 from tests.pipelines import shared_out
 
-
-class Clock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def meter(clock):
-    return Meter(clock=clock)
-
-
 NOTHING = {"records": 0, "bytes": 0}
 
 
-def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
-    """A batch for which the loop waits, and its step."""
-    tally = meter.tally()
-    for stage, seconds in stages:
-        tally[stage] = tally.get(stage, 0.0) + seconds
-    with meter:
-        clock.now += wait_s
-    meter.placed({"x": np.zeros((2, 3), np.float32)})
-    meter.handed_out(size)
-    clock.now += step_s
+class Loop(Meter):
+    """Measures a loop by a clock that stands still until it is told to go on."""
+
+    def __init__(self):
+        self.now = 1000.0
+        super().__init__(clock=lambda: self.now)
+
+    def take(self, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
+        """A batch for which the loop waits, and its step."""
+        tally = self.tally()
+        for stage, seconds in stages:
+            tally[stage] = tally.get(stage, 0.0) + seconds
+        with self:
+            self.now += wait_s
+        self.placed({"x": np.zeros((2, 3), np.float32)})
+        self.handed_out(size)
+        self.now += step_s
+
+
+@pytest.fixture
+def loop():
+    return Loop()
 
 
 # What the loop waits for.
 
 
-def test_shares_and_times_follow_from_the_clock(meter, clock):
+def test_shares_and_times_follow_from_the_clock(loop):
     for _ in range(10):
-        take(meter, clock, wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
-    total = meter.total()
+        loop.take(wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
+    total = loop.total()
     # Until the tenth batch was handed out: its step is not over.
     assert (total.seconds, total.batches, total.records, total.bytes) == (37.0, 10, 80, 1000)
     assert (total.wait_share, total.wait_s, total.step_s) == (10 / 37, 1.0, 2.7)
     assert (total.records_per_s, total.bytes_per_s) == (80 / 37, 1000 / 37)
 
 
-def test_a_wait_that_goes_on_counts(meter, clock):
-    take(meter, clock, wait_s=1.0, step_s=4.0)
-    with meter:
-        clock.now += 5.0
-        assert (meter.total()["seconds"], meter.total()["wait"]) == (10.0, 6.0)
+def test_a_wait_that_goes_on_counts(loop):
+    loop.take(wait_s=1.0, step_s=4.0)
+    with loop:
+        loop.now += 5.0
+        assert (loop.total()["seconds"], loop.total()["wait"]) == (10.0, 6.0)
 
 
-def test_before_the_first_batch_there_is_nothing(meter):
-    figures = meter.total()
-    assert (figures.seconds, figures.batches, figures.wait_share, figures.wait_s) == (0, 0, 0, 0)
-    assert figures.read_s is figures.place_s is figures.busiest is None
-    assert "not seen" in str(figures)
-
-
-def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
-    take(meter, clock, wait_s=60.0)
-    take(meter, clock, wait_s=1.0, step_s=1.0)
-    assert meter.recent().wait_share == 1.0
-    assert (meter.recent()["seconds"], meter.recent()["batches"]) == (1.0, 1)
+def test_of_late_is_without_the_first_batch_and_what_was_long_ago(loop):
+    loop.take(wait_s=60.0)
+    loop.take(wait_s=1.0, step_s=1.0)
+    assert loop.recent().wait_share == 1.0
+    assert (loop.recent()["seconds"], loop.recent()["batches"]) == (1.0, 1)
     for wait_s in [1.0] * 100 + [0.0] * 100:
-        take(meter, clock, wait_s=wait_s, step_s=1.0)
-    recent = meter.recent()
+        loop.take(wait_s=wait_s, step_s=1.0)
+    recent = loop.recent()
     assert meter_module.RECENT_S <= recent["seconds"] <= meter_module.RECENT_S + 6.0
     assert recent["wait"] == 0.0
-    assert meter.total()["wait"] == 161.0
-    assert len(meter._kept) < 10
+    assert loop.total()["wait"] == 161.0
+    assert len(loop._kept) < 10
 
 
 # Stages.
@@ -115,9 +99,9 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("stages", "busiest"), STAGES)
-def test_the_busiest_stage(meter, clock, stages, busiest):
-    take(meter, clock, wait_s=10.0, stages=stages)
-    assert meter.total().busiest == busiest
+def test_the_busiest_stage(loop, stages, busiest):
+    loop.take(wait_s=10.0, stages=stages)
+    assert loop.total().busiest == busiest
 
 
 def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
@@ -128,31 +112,31 @@ def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
     assert figures.busiest == "read"
 
 
-def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
+def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(loop):
     for _ in range(4):
-        take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
-    figures = meter.total()
+        loop.take(wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
+    figures = loop.total()
     assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
 
 
-def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
+def test_a_span_counts_for_the_iterator_of_its_thread_alone(loop):
     with span(READ):
         pass
-    with counted_by(meter):
+    with counted_by(loop):
         with span(READ, part=MAP):
             pass
         with pytest.raises(OSError, match="gone"), span(READ):
             raise OSError("gone")
     with span(READ):
         pass
-    assert {stage for _, stage in meter.total().stages_s} == {"read", "map"}
-    assert meter.total().stage_s("read") == meter.total().stage_s("map")
+    assert {stage for _, stage in loop.total().stages_s} == {"read", "map"}
+    assert loop.total().stage_s("read") == loop.total().stage_s("map")
 
 
-def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
-    take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
-    take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
-    recent = meter.recent()
+def test_a_stage_that_rests_is_seen_all_the_same(loop):
+    loop.take(wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
+    loop.take(wait_s=1.0, stages=[("place", 0.75)])
+    recent = loop.recent()
     assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
     assert recent.busiest == "place"
 
@@ -160,15 +144,15 @@ def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
 # What is known of the reads.
 
 
-def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
+def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(loop):
     bad = [BadRecord(i, "ValueError: corrupt") for i in range(2)]
-    meter.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
-    assert meter.total().reads == (4, "reads wait")
-    assert meter.faults() == (2, 1, (bad[0],), 0)
-    meter.opens(lambda: ReadThreads(2, "num_threads"), lambda: FaultCounts(0, 1, (bad[1],)))
-    assert meter.total().reads == (2, "num_threads")
-    assert meter.faults() == (2, 2, tuple(bad), 0)
-    figures = meter.total()
+    loop.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
+    assert loop.total().reads == (4, "reads wait")
+    assert loop.faults() == (2, 1, (bad[0],), 0)
+    loop.opens(lambda: ReadThreads(2, "num_threads"), lambda: FaultCounts(0, 1, (bad[1],)))
+    assert loop.total().reads == (2, "num_threads")
+    assert loop.faults() == (2, 2, tuple(bad), 0)
+    figures = loop.total()
     assert (figures.retries, figures.bad_records) == (2, 2)
     assert "2 reads tried again, 2 records masked as bad" in str(figures)
 
@@ -176,20 +160,14 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
 # Pipelines.
 
 
-def of_kind(kind, records, mesh):
-    """The same records in batches of 8, as each kind of pipeline has them."""
-    if kind == "random access":
-        return records.batch(8).shard_to(mesh)
-    if kind == "batch map":
-        return records.batch(8).map(lambda batch: batch).shard_to(mesh)
-    if kind == "workers":
-        return records.batch(8).shard_to(mesh, num_workers=1)
-    if kind == "stream":
-        return records.to_iter_dataset().batch(8).shard_to(mesh)
-    assert kind == "feeds"
-    return shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh)
-
-
+# The same records in batches of 8, as each kind of pipeline has them.
+PIPELINES = {
+    "random access": lambda records, mesh: records.batch(8).shard_to(mesh),
+    "batch map": lambda records, mesh: records.batch(8).map(dict).shard_to(mesh),
+    "stream": lambda records, mesh: records.to_iter_dataset().batch(8).shard_to(mesh),
+    "feeds": lambda records, mesh: shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh),
+    "workers": lambda records, mesh: records.batch(8).shard_to(mesh, num_workers=1),
+}
 SEEN = {
     "random access": {"read", "map", "batch", "pad", "place"},
     "batch map": {"read", "batch", "pad", "place"},
@@ -208,7 +186,7 @@ def load(i):
 )
 def test_what_each_kind_of_pipeline_tells(mesh, kind):
     records = grain.MapDataset.source(list(range(20))).map(load)
-    with iter(of_kind(kind, records, mesh)) as batches:
+    with iter(PIPELINES[kind](records, mesh)) as batches:
         seen = [stats for _ in batches if (stats := batches.stats())]
         end = batches.stats()
     assert [stats.total.batches for stats in seen] == [1, 2, 3]
@@ -223,26 +201,22 @@ def test_what_each_kind_of_pipeline_tells(mesh, kind):
 
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 @pytest.mark.parametrize(
-    ("options", "records"),
+    ("batches", "options", "records"),
     [
-        ({}, 20),
-        ({"mask_key": "real"}, 20),
-        ({"mask_key": None}, 24),  # nothing tells which rows are padding
-        ({"remainder": "drop"}, 16),
+        (numbered(20, 8), {}, 20),
+        (numbered(20, 8), {"mask_key": "real"}, 20),
+        (numbered(20, 8), {"mask_key": None}, 24),  # nothing tells which rows are padding
+        (numbered(20, 8), {"remainder": "drop"}, 16),
+        (grain.MapDataset.range(20).batch(8), {"mask_key": None}, 24),  # leaves without names
     ],
 )
-def test_records_are_the_rows_that_are_no_padding(mesh, options, records):
-    with iter(numbered(20, 8).shard_to(mesh, **options)) as batches:
-        list(batches)
-        assert batches.stats().total.records == records
+def test_records_are_the_rows_that_are_no_padding(mesh, batches, options, records):
+    with iter(batches.shard_to(mesh, **options)) as iterator:
+        list(iterator)
+        assert iterator.stats().total.records == records
 
 
-@pytest.mark.filterwarnings("ignore:a batch has rows of padding")
-def test_batches_without_names_are_counted_by_their_rows(mesh):
-    records = grain.MapDataset.range(20).batch(8)
-    with iter(records.shard_to(mesh, mask_key=None)) as batches:
-        list(batches)
-        assert batches.stats().total.records == 24
+def test_batches_of_any_shape_are_counted_by_their_rows():
     with grain_shard.prefetch_to_device(iter([np.float32(1.0), np.ones((3, 2))])) as batches:
         list(batches)
         assert batches.stats().total.records == 1 + 3
@@ -279,7 +253,10 @@ def test_two_iterators_at_once_are_counted_apart(mesh):
 
 def test_stats_can_be_had_before_the_first_batch_and_after_the_end(mesh):
     batches = iter(numbered(20, 8).shard_to(mesh))
-    assert batches.stats().total.batches == 0
+    total = batches.stats().total
+    assert (total.seconds, total.batches, total.wait_share, total.wait_s) == (0, 0, 0, 0)
+    assert total.read_s is total.place_s is total.busiest is None
+    assert "not seen" in str(total)
     list(batches)
     batches.close()
     assert batches.stats().total.batches == 3
@@ -302,14 +279,6 @@ def test_as_dict_is_flat_and_has_numbers_alone(mesh):
     assert {name.split("/")[0] for name in stats.as_dict("eval")} == {"eval"}
 
 
-def test_the_slowest_host_is_in_it():
-    host = SlowestHost(host=3, stage="read", wait_s=0.5, others_wait_s=0.25, share=0.5)
-    flat = Stats(Figures(), Figures(), slowest_host=host).as_dict()
-    assert flat["data/slowest_host"] == 3
-    assert flat["data/slowest_host_behind_s"] == 0.25
-    assert flat["data/slowest_host_share"] == 0.5
-
-
 # Which host is slow.
 
 HOSTS = [
@@ -330,32 +299,29 @@ def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, hos
     found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
     assert (found.host, found.holds_others_up) == (host, holds_up)
     assert ("no host holds the others up" in str(found)) != holds_up
+    assert slowest({0: Waits(0.9, 1.0, "read")}) is None, "one host is not compared"
 
 
-def test_one_host_is_not_compared():
-    assert slowest({0: Waits(0.9, 1.0, "read")}) is None
+def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(loop):
+    loop.take(wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
+    assert waits(loop.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
 
 
-def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(meter, clock):
-    take(meter, clock, wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
-    assert waits(meter.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
+def test_a_report_is_of_what_came_after_the_last_one(loop):
+    loop.take(wait_s=50.0)  # the first batch, for which everything begins
+    loop.take(wait_s=1.0, step_s=3.0)
+    loop.take()
+    assert loop.waits_of_late(0.0).share == 0.25
+    with loop:
+        loop.now += 8.0
+        assert loop.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
+    assert loop.waits_of_late(0.0) == Waits(0.0, 0.0, None)
 
 
-def test_a_report_is_of_what_came_after_the_last_one(meter, clock):
-    take(meter, clock, wait_s=50.0)  # the first batch, for which everything begins
-    take(meter, clock, wait_s=1.0, step_s=3.0)
-    take(meter, clock)
-    assert meter.waits_of_late(0.0).share == 0.25
-    with meter:
-        clock.now += 8.0
-        assert meter.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
-    assert meter.waits_of_late(0.0) == Waits(0.0, 0.0, None)
-
-
-def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, clock):
-    take(meter, clock, wait_s=1.0)
-    take(meter, clock, wait_s=1.5)
-    assert meter.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
+def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(loop):
+    loop.take(wait_s=1.0)
+    loop.take(wait_s=1.5)
+    assert loop.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
 
 
 class Cluster:
@@ -460,15 +426,10 @@ class TestPrometheus:
         assert 0 < samples['grain_shard_wait_seconds_total{dataset="train"}'] <= seconds
         assert samples['grain_shard_place_s{dataset="train"}'] == stats.recent.place_s
         assert samples['grain_shard_read_threads{dataset="train"}'] == stats.read_threads
-
-    def test_every_figure_is_scraped_under_its_name(self, registry, mesh):
-        with iter(numbered(20, 8).shard_to(mesh)) as batches:
-            prometheus.export(batches, "train", registry)
-            list(batches)
-            names = {name.partition("{")[0] for name in scraped(registry)}
-            for name in batches.stats().as_dict("grain_shard"):
-                name = name.replace("/", "_")
-                assert {name, f"{name}_total"} & names
+        names = {name.partition("{")[0] for name in samples}
+        for name in stats.as_dict("grain_shard"):
+            name = name.replace("/", "_")
+            assert {name, f"{name}_total"} & names, "every figure has its name"
 
     def test_a_later_iterator_takes_the_place_of_the_one_of_its_name(self, registry, mesh):
         for _ in range(2):
@@ -506,6 +467,7 @@ class TestPrometheus:
         batches.slowest = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
         samples = scraped(registry)
         assert samples['grain_shard_slowest_host{dataset="train"}'] == 1
+        assert samples['grain_shard_slowest_host_behind_s{dataset="train"}'] == 0.01
         assert samples['grain_shard_slowest_host_share{dataset="train"}'] == 0.5
 
     def test_nothing_is_in_the_default_registry_unasked(self):
