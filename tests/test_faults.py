@@ -36,7 +36,7 @@ from tests.conftest import (
     ids,
     to_numpy,
 )
-from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
+from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
 from tests.pipelines import IN_TURN, after, flat, going_on, shared_out
 
 
@@ -117,14 +117,6 @@ def first_time(index, number):
     """Every third record fails when it is asked for first."""
     if index % 3 == 0 and number == 1:
         raise ConnectionResetError(f"record {index}")
-
-
-def bad(*indices, error=ValueError):
-    def fail(index, number):
-        if index in indices:
-            raise error(f"record {index} is corrupt")
-
-    return fail
 
 
 def batches(source, global_batch_size=8):
