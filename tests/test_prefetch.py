@@ -8,15 +8,12 @@ import contextlib
 import signal
 import threading
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from grain_shard import background
 from grain_shard.background import Background
 from grain_shard.tasks import Items, Producer
-from tests.conftest import HANG_S, assert_ended, eventually, wait
+from tests.conftest import assert_ended, eventually, wait
 
 
 class Tickets(Producer):
@@ -109,50 +106,6 @@ class TestErrors:
 
 
 class TestClose:
-    def test_the_last_thread_to_end_closes_the_tickets(self):
-        busy, release = threading.Barrier(4), [threading.Event() for _ in range(3)]
-
-        def work(n):
-            busy.wait(HANG_S)
-            wait(release[n])
-            return threading.current_thread().name
-
-        tickets = Tickets()
-        names = stage(work, tickets, buffer_size=3, num_threads=3)
-        names.start()
-        busy.wait(HANG_S)
-        names.stop()
-        for n in range(2):
-            release[n].set()
-            alive = 2 - n
-            eventually(lambda: sum(t.is_alive() for t in names.threads) == alive)
-            assert tickets.closed_by == [], "a thread may still ask"
-        (last,) = [t for t in names.threads if t.is_alive()]
-        release[2].set()
-        names.close()
-        assert tickets.closed_by == [last.name]
-
-    def test_from_another_thread_it_wakes_the_consumer(self):
-        in_work, release = threading.Event(), threading.Event()
-
-        def work(n):
-            in_work.set()
-            wait(release)
-
-        numbers = stage(work)
-
-        def close():
-            wait(in_work)
-            numbers.stop()
-
-        closer = threading.Thread(target=close)
-        closer.start()
-        with pytest.raises(StopIteration):
-            next(numbers)
-        release.set()
-        closer.join(HANG_S)
-        numbers.close()
-
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
     def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
         monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
@@ -205,29 +158,3 @@ class TestStop:
         wait(stopped)
         assert_ended(numbers.threads)
         assert len(tickets.closed_by) == 1
-
-
-class TestJaxContext:
-    def look(self, n):
-        return (
-            jnp.asarray(np.float64(n)).dtype.name,
-            dict(jax.sharding.get_mesh().shape),
-        )
-
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    def test_the_mesh_and_the_precision_of_the_thread_that_made_it_reach_work_and_tickets(
-        self, mesh, num_threads
-    ):
-        def look_twice():
-            tickets = (self.look(n) for n in range(3))
-            return stage(
-                lambda seen: (seen, self.look(0)), tickets, num_threads=num_threads, buffer_size=3
-            )
-
-        with jax.set_mesh(mesh), jax.enable_x64(True):
-            inside = look_twice()
-        outside = look_twice()
-        assert list(inside) == [(("float64", {"data": 8}),) * 2] * 3
-        assert self.look(0) == ("float32", {}), "the context of this thread is left alone"
-        with jax.set_mesh(mesh), jax.enable_x64(True):
-            assert list(outside) == [(("float32", {}),) * 2] * 3
