@@ -70,6 +70,18 @@ def kind(request):
 
 
 class TestEnd:
+    @pytest.mark.filterwarnings("ignore:two iterators of this dataset gave only")
+    def test_breaking_early_again_and_again_leaves_no_thread(self, mesh, kind):
+        ds = kind().shard_to(mesh, num_threads=2)
+        started = set()
+        for _ in range(20):
+            for batch in ds:
+                started |= background_threads()
+                assert ids([batch]) == [list(range(8))]
+                break
+        assert len(started) >= 20
+        assert_ended(started)
+
     def test_at_the_end_the_threads_end_and_next_keeps_raising_stop_iteration(self, mesh, kind):
         before = background_threads()
         iterator = iter(kind(16).shard_to(mesh))
