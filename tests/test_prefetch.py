@@ -13,7 +13,7 @@ import pytest
 from grain_shard import background
 from grain_shard.background import Background
 from grain_shard.tasks import Items, Producer
-from tests.conftest import assert_ended, eventually, wait
+from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
 class Tickets(Producer):
@@ -106,6 +106,27 @@ class TestErrors:
 
 
 class TestClose:
+    def test_from_another_thread_it_wakes_the_consumer(self):
+        in_work, release = threading.Event(), threading.Event()
+
+        def work(n):
+            in_work.set()
+            wait(release)
+
+        numbers = stage(work)
+
+        def close():
+            wait(in_work)
+            numbers.stop()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises(StopIteration):
+            next(numbers)
+        release.set()
+        closer.join(HANG_S)
+        numbers.close()
+
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
     def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
         monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
