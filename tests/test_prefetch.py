@@ -74,6 +74,19 @@ def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about()
 
 
 class TestErrors:
+    def test_after_an_error_no_more_tickets_are_drawn(self):
+        tickets = Tickets()
+
+        def fail(n):
+            raise ZeroDivisionError
+
+        numbers = stage(fail, tickets, buffer_size=8)
+        with pytest.raises(ZeroDivisionError):
+            next(numbers)
+        assert_ended(numbers.threads)
+        assert tickets.drawn == 1
+        assert len(tickets.closed_by) == 1
+
     @pytest.mark.parametrize(
         "interrupt",
         [
@@ -106,6 +119,29 @@ class TestErrors:
 
 
 class TestClose:
+    def test_the_last_thread_to_end_closes_the_tickets(self):
+        busy, release = threading.Barrier(4), [threading.Event() for _ in range(3)]
+
+        def work(n):
+            busy.wait(HANG_S)
+            wait(release[n])
+            return threading.current_thread().name
+
+        tickets = Tickets()
+        names = stage(work, tickets, buffer_size=3, num_threads=3)
+        names.start()
+        busy.wait(HANG_S)
+        names.stop()
+        for n in range(2):
+            release[n].set()
+            alive = 2 - n
+            eventually(lambda: sum(t.is_alive() for t in names.threads) == alive)
+            assert tickets.closed_by == [], "a thread may still ask"
+        (last,) = [t for t in names.threads if t.is_alive()]
+        release[2].set()
+        names.close()
+        assert tickets.closed_by == [last.name]
+
     def test_from_another_thread_it_wakes_the_consumer(self):
         in_work, release = threading.Event(), threading.Event()
 
