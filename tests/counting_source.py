@@ -8,6 +8,16 @@ def nothing(index, number):
     """Does nothing, so that the read succeeds: an `on_read` for `Source`."""
 
 
+def bad(*indices, error=ValueError):
+    """Returns an `on_read` that fails for these indices, each time."""
+
+    def fail(index, number):
+        if index in indices:
+            raise error(f"record {index} is corrupt")
+
+    return fail
+
+
 class Source:
     """A source whose records are their own indices.
 

@@ -64,15 +64,19 @@ def with_states(ds, state=None, count=None):
 
 def assert_same(found, expected):
     """Checks that two results of `with_states` are equal, with dtypes and the order of feeds."""
-    for (batch, state), (expected_batch, expected_state) in zip(found, expected, strict=True):
-        assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
-        for leaf, expected_leaf in zip(
-            jax.tree.leaves(batch), jax.tree.leaves(expected_batch), strict=True
-        ):
-            assert leaf.dtype == expected_leaf.dtype
-            np.testing.assert_array_equal(leaf, expected_leaf)
+    assert_same_batches([batch for batch, _ in found], [batch for batch, _ in expected])
+    for (_, state), (_, expected_state) in zip(found, expected, strict=True):
         assert state == expected_state
         assert list(state["feeds"]) == list(expected_state["feeds"])
+
+
+def assert_same_batches(found, expected):
+    """Checks that batches, as arrays of JAX or numpy, are equal, with structures and dtypes."""
+    for batch, like in zip(found, expected, strict=True):
+        assert jax.tree.structure(batch) == jax.tree.structure(like)
+        for leaf, like_leaf in zip(jax.tree.leaves(batch), jax.tree.leaves(like), strict=True):
+            assert leaf.dtype == like_leaf.dtype
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(like_leaf))
 
 
 def after(ds, num_batches, state=None):

@@ -96,18 +96,6 @@ def test_a_step_under_nnx_jit():
     np.testing.assert_array_equal(model.kernel.get_value(), before)
 
 
-def test_the_step_is_compiled_and_never_run():
-    runs = []
-
-    def step(batch):
-        jax.debug.callback(lambda: runs.append(1))
-        return batch + 1
-
-    estimate_max_batch_size(step, make_batch, memory_limit_bytes=MB)
-    jax.effects_barrier()
-    assert runs == []
-
-
 def test_a_device_that_tells_its_limit_need_not_be_told(monkeypatch):
     class FakeDevice:
         device_kind = "NVIDIA H200"

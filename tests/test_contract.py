@@ -91,7 +91,7 @@ def test_concatenated_valid_rows_are_the_records_in_order(data):
         grain.MapDataset.range(num_records)
         .seed(num_records)
         .shuffle()
-        .map(lambda i: {"id": np.int32(i), "x": np.full(8, i, np.float32)})
+        .random_map(lambda i, rng: {"id": np.int32(i), "x": rng.normal(size=8)})
     )
     blocks = {
         str(i) for i in NamedSharding(mesh, P(*spec[:1])).devices_indices_map((840,)).values()
@@ -103,25 +103,13 @@ def test_concatenated_valid_rows_are_the_records_in_order(data):
     sharded = ds.batch(global_batch_size).shard_to(mesh, spec, remainder=remainder)
     batches = [to_numpy(batch) for batch in sharded]
     rows = [row for batch in ids(batches) for row in batch]
-    records = [int(record["id"]) for record in ds]
-    assert rows == (records if remainder == "pad" else records[: full * global_batch_size])
+    records = list(ds)[: full * global_batch_size if remainder == "drop" else None]
+    assert rows == [int(record["id"]) for record in records]
+    random = np.concatenate([batch["x"][batch["valid_mask"]] for batch in batches])
+    expected = np.stack([record["x"] for record in records])
+    np.testing.assert_array_equal(random, expected.astype(np.float32), "as in one process")
     assert len(batches) == len(sharded)
     assert len({jax.tree.map(np.shape, b)["x"] for b in batches}) == 1, "C6: static shapes"
-
-
-def test_random_augmentations_are_those_of_one_process_reading_everything(mesh):
-    ds = (
-        grain.MapDataset.range(20)
-        .seed(3)
-        .shuffle()
-        .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=4)})
-    )
-    rows = [
-        r
-        for b in ds.batch(8).shard_to(mesh)
-        for r in to_numpy(b)["noise"][to_numpy(b)["valid_mask"]]
-    ]
-    np.testing.assert_array_equal(rows, np.stack([r["noise"] for r in ds]).astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +162,31 @@ def test_an_endless_pipeline_is_read_from_any_batch():
     iterator.close()
 
 
+def mixed(weights):
+    return grain.MapDataset.mix([_five(), _five()], weights).batch(2)
+
+
+def repeated(**options):
+    return _five().repeat(2, **options).batch(2)
+
+
+def in_windows(window_size):
+    window = {"window_size": window_size, "seed": 0}
+    return grain.experimental.WindowShuffleMapDataset(_five(), **window).batch(2)
+
+
+class HuggingFace(list):
+    """As much of a `datasets.Dataset` as says what it is: its hash of all that made it."""
+
+    def __init__(self, fingerprint):
+        super().__init__({"x": np.int32(i)} for i in range(25))
+        self._fingerprint = fingerprint
+
+
+def hugging_face(fingerprint):
+    return grain.MapDataset.source(HuggingFace(fingerprint)).batch(4)
+
+
 class TestState:
     """C5: one small state, that of the batch that the user last got."""
 
@@ -216,54 +229,42 @@ class TestState:
             assert ids(restored) == ids(saved)
 
     @pytest.mark.parametrize(
-        ("change", "named"),
+        ("named", "saved", "now"),
         [
-            (lambda: numbered(26, 4).shard_to(data_mesh(2)), "records"),
-            (lambda: numbered(25, 4).shard_to(data_mesh(2), remainder="drop"), "remainder"),
-            (lambda: numbered(25, 4).map(lambda b: b).shard_to(data_mesh(2)), "transforms"),
+            ("records", lambda: numbered(25, 4), lambda: numbered(26, 4)),
+            ("transforms", lambda: numbered(25, 4), lambda: numbered(25, 4).map(lambda b: b)),
+            ("seeds", lambda: numbered(25, 4), lambda: numbered(25, 4).seed(4)),
+            ("transforms", lambda: mixed([1, 9]), lambda: mixed([9, 1])),
+            ("transforms", repeated, lambda: repeated(reseed_each_epoch=False)),
+            ("transforms", lambda: in_windows(4), lambda: in_windows(8)),
             (
-                lambda: numbered(25, 4).seed(4).shard_to(data_mesh(2)),
-                "seeds",
+                "source",
+                lambda: hugging_face("7aa4"),
+                lambda: hugging_face("3b2b"),
             ),
         ],
+        ids=["records", "a map", "a seed", "weights", "reseeding", "window", "Hugging Face"],
     )
     def test_a_state_of_another_pipeline_is_refused_and_says_what_changed(
-        self, hints, change, named
+        self, hints, named, saved, now
     ):
-        if hints == "public path only" and named in ("records", "seeds"):
-            named = {"records": "source"}.get(named, "transforms")
-        state = iter(numbered(25, 4).shard_to(data_mesh(2))).get_state()
+        if hints == "public path only":
+            named = {"records": "source", "seeds": "transforms"}.get(named, named)
+        state = iter(saved().shard_to(data_mesh(2))).get_state()
+        iter(saved().shard_to(data_mesh(2))).set_state(state)
         with pytest.raises(StateError, match=rf"\b{named}\b.* changed"):
-            iter(change()).set_state(state)
+            iter(now().shard_to(data_mesh(2))).set_state(state)
 
-    def test_a_hugging_face_dataset_that_was_shuffled_otherwise_is_another_source(self):
-        class Dataset(list):
-            """As much of `datasets.Dataset` as says what it is: its hash of all that made it."""
-
-            def __init__(self, records, fingerprint):
-                super().__init__(records)
-                self._fingerprint = fingerprint
-
-        def batches(fingerprint):
-            source = Dataset([{"x": np.int32(i)} for i in range(25)], fingerprint)
-            return iter(grain.MapDataset.source(source).batch(4).shard_to(data_mesh(2)))
-
-        state = batches("7aa466850a3f1c79").get_state()
-        batches("7aa466850a3f1c79").set_state(state)
-        with pytest.raises(StateError, match=r"\bsource\b.* changed"):
-            batches("3b2b7a605e3d0875").set_state(state)
+    def test_a_state_of_another_remainder_is_refused(self):
+        state = iter(numbered(25, 4).shard_to(data_mesh(2))).get_state()
+        with pytest.raises(StateError, match=r"\bremainder\b.* changed"):
+            iter(numbered(25, 4).shard_to(data_mesh(2), remainder="drop")).set_state(state)
 
     @pytest.mark.parametrize(
         "state",
-        [
-            {},
-            {"step": -1},
-            {"step": "2"},
-            {"step": 8},
-            {"record": 26},
-            {"record": -1},
-            {"epoch": 1, "record": 1},
-        ],
+        [{}]
+        + [{"step": step} for step in (-1, "2", 8)]
+        + [{"record": 26}, {"record": -1}, {"epoch": 1, "record": 1}],
         ids=str,
     )
     def test_what_is_no_state_is_refused(self, hints, state):
@@ -277,26 +278,6 @@ class TestState:
         with pytest.raises(StateError, match="remedy"):
             iterator.set_state(state)
         assert ids(iterator)[0] == [0, 1, 2, 3], "a refused state changes nothing"
-
-    @pytest.mark.parametrize(
-        ("saved", "now"),
-        [
-            (
-                lambda ds: grain.MapDataset.mix([ds, ds], [1, 9]),
-                lambda ds: grain.MapDataset.mix([ds, ds], [9, 1]),
-            ),
-            (lambda ds: ds.repeat(2), lambda ds: ds.repeat(2, reseed_each_epoch=False)),
-            (
-                lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=4, seed=0),
-                lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=8, seed=0),
-            ),
-        ],
-        ids=["weights", "reseeding", "window"],
-    )
-    def test_what_changes_the_order_of_records_is_noticed(self, saved, now):
-        state = iter(saved(_five()).batch(2).shard_to(data_mesh(2))).get_state()
-        with pytest.raises(StateError, match=r"\btransforms\b.* changed"):
-            iter(now(_five()).batch(2).shard_to(data_mesh(2))).set_state(state)
 
     def test_a_moved_line_of_code_is_not_another_pipeline(self):
         def build(fn):

@@ -16,7 +16,8 @@ import grain_shard
 from grain_shard import GrainShardError, Retries, ShardingError, rehearse
 from grain_shard.errors import BadRecordsError
 from grain_shard.iteration import executor_batches
-from tests.conftest import HANG_S, background_threads, data_mesh, to_numpy, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, wait
+from tests.pipelines import KINDS, assert_same_batches
 
 RECORDS, GLOBAL_BATCH_SIZE = 100, 16
 
@@ -39,11 +40,6 @@ PIPELINES = {
     "mapped after .batch": lambda: records().batch(GLOBAL_BATCH_SIZE).map(lambda b: b | {"n": 1.0}),
     "a schedule": lambda: records().pipe(grain_shard.BatchSchedule({0: 8, 2: 16})),
 }
-
-
-def assert_same(found, expected):
-    for batch, like in zip(found, expected, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, to_numpy(batch), to_numpy(like))
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +104,15 @@ def executor(request):
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_batches_are_those_of_threads(pipeline, executor, mesh):
     ds = PIPELINES[pipeline]()
-    assert_same(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
+    assert_same_batches(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
 
 
 def test_microbatches_and_buffers_of_any_size(executor, mesh):
     ds = records().batch(GLOBAL_BATCH_SIZE)
     options = {"microbatches": 2, "cpu_buffer_size": 7, "device_buffer_size": 1}
-    assert_same(ds.shard_to(mesh, executor=executor, **options), ds.shard_to(mesh, microbatches=2))
+    assert_same_batches(
+        ds.shard_to(mesh, executor=executor, **options), ds.shard_to(mesh, microbatches=2)
+    )
 
 
 def test_a_run_goes_on_with_it_and_without_it(executor, mesh):
@@ -126,7 +124,7 @@ def test_a_run_goes_on_with_it_and_without_it(executor, mesh):
                 iterator.set_state(json.loads(state))
             found += [next(iterator) for _ in range(3)]
             state = json.dumps(iterator.get_state())
-    assert_same(found, expected[:9])
+    assert_same_batches(found, expected[:9])
 
 
 def unreadable(i):
@@ -204,7 +202,7 @@ class TestALostWorker:
     def test_its_task_is_submitted_again(self, mesh):
         ds = records().batch(GLOBAL_BATCH_SIZE)
         with self.Losing(4) as executor:
-            assert_same(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
+            assert_same_batches(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
 
     def test_as_often_as_retries_says(self, mesh):
         ds = records().batch(GLOBAL_BATCH_SIZE)
@@ -234,7 +232,7 @@ class TestALostWorker:
                     client.wait_for_workers(2)
                     pids = client.run(os.getpid)
                     os.kill(min(pids.values()), signal.SIGKILL)
-        assert_same(found, expected)
+        assert_same_batches(found, expected)
 
 
 GO_ON = threading.Event()
@@ -280,35 +278,24 @@ def test_an_executor_that_was_shut_down_is_an_error(mesh):
         list(records().batch(GLOBAL_BATCH_SIZE).shard_to(mesh, executor=executor))
 
 
-REFUSED = {
-    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are both given"),
-    "a stream": (
-        lambda: records().to_iter_dataset().filter(bool).batch(16),
-        {},
-        "needs random access",
-    ),
-    "feeds": (
-        lambda: grain_shard.feeds(lambda f: records().to_iter_dataset(), num_feeds=2).batch(16),
-        {},
-        "needs random access",
-    ),
-    "no executor": (
-        lambda: records().batch(16),
-        {"executor": "dask"},
-        "is not a concurrent.futures",
-    ),
-    "a class": (
-        lambda: records().batch(16),
-        {"executor": concurrent.futures.ThreadPoolExecutor},
-        "is not a concurrent.futures",
-    ),
-}
-
-
-@pytest.mark.parametrize(("ds", "options", "problem"), REFUSED.values(), ids=REFUSED)
-def test_refused_when_the_pipeline_is_built(ds, options, problem, threads, mesh):
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num_workers": 1}, "num_workers are both given"),
+        ({"executor": "dask"}, "is not a concurrent.futures"),
+        ({"executor": concurrent.futures.ThreadPoolExecutor}, "is not a concurrent.futures"),
+    ],
+    ids=["workers, too", "no executor", "a class"],
+)
+def test_options_are_checked_when_the_pipeline_is_built(options, problem, threads, mesh):
     with pytest.raises(ShardingError, match=problem):
-        ds().shard_to(data_mesh(2), **{"executor": threads, **options})
+        records().batch(16).shard_to(mesh, **{"executor": threads, **options})
+
+
+@pytest.mark.parametrize("kind", ["stream", "feeds"])
+def test_streams_and_feeds_are_refused(kind, threads, mesh):
+    with pytest.raises(ShardingError, match="needs random access"):
+        KINDS[kind](record).shard_to(mesh, executor=threads)
 
 
 def test_a_task_is_small_and_knows_no_device(threads, mesh, caplog):

@@ -36,7 +36,7 @@ from tests.conftest import (
     ids,
     to_numpy,
 )
-from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
+from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
 from tests.pipelines import IN_TURN, after, flat, going_on, shared_out
 
 
@@ -119,20 +119,19 @@ def first_time(index, number):
         raise ConnectionResetError(f"record {index}")
 
 
-def bad(*indices, error=ValueError):
-    def fail(index, number):
-        if index in indices:
-            raise error(f"record {index} is corrupt")
-
-    return fail
-
-
 def batches(source, global_batch_size=8):
     return grain.MapDataset.source(source).map(record).batch(global_batch_size)
 
 
 def of_feeds(source, read_options=None):
     return shared_out(grain.MapDataset.source(source).map(record), 2, 8, read_options)
+
+
+def failure_of(ds, error, match=None):
+    """The error that ends the loop, and the faults that were counted."""
+    with iter(ds) as iterator, pytest.raises(error, match=match) as caught:
+        list(iterator)
+    return caught.value, iterator.stats().faults
 
 
 PIPELINES = {
@@ -173,37 +172,17 @@ class TestRetries:
         with contextlib.closing(iter(pipeline(kind(60, first_time)))) as iterator:
             rows = all_of(iterator)
             assert sorted(rows) == list(range(60))
-            assert iterator.stats().faults.retries > 0
-            assert iterator.stats().faults.bad_records == 0
-
-    @pytest.mark.parametrize("times", [0, 2])
-    def test_a_number_says_how_often(self, times):
-        source = Source(16, bad(5, error=OSError))
-        with iter(batches(source).shard_to(data_mesh(2), retries=times, num_threads=1)) as iterator:
-            with pytest.raises(OSError, match="record 5") as caught:
-                next(iterator)
-            assert iterator.stats().faults.retries == times
-        # Once more at the end, to find out which record of several it was.
-        assert source.requests[5] == 1 + times + 1
-        notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
-        tried = [f"grain_shard: the read was tried {times + 1} times"] if times else []
-        place = (
-            "grain_shard: while evaluating record 5 of the source Source, which is record 5 of the"
-            " dataset before .batch, for batch 0"
-        )
-        assert notes == [*tried, place]
+            counts = iterator.stats().faults
+        assert counts.retries > 0
+        assert counts.bad_records == counts.records == 0  # counted only where some may be left out
 
     @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, KeyboardInterrupt])
     def test_what_no_second_try_heals_comes_at_once(self, kind, error):
         raised = error("it is what it is")
         ds = batches(kind(16, bad(5, error=lambda text: raised)))
-        with (
-            iter(ds.shard_to(data_mesh(2), num_threads=1)) as iterator,
-            pytest.raises(error) as caught,
-        ):
-            next(iterator)
-        assert caught.value is raised
-        assert iterator.stats().faults.retries == 0
+        caught, counts = failure_of(ds.shard_to(data_mesh(2), num_threads=1), error)
+        assert caught is raised
+        assert counts.retries == 0
 
     def test_what_a_function_raises_is_not_tried_again(self):
         calls = collections.Counter()
@@ -214,31 +193,12 @@ class TestRetries:
                 raise OSError("no network")
             return record(i)
 
-        ds = grain.MapDataset.range(16).map(load).batch(8)
-        with (
-            iter(ds.shard_to(data_mesh(2), num_threads=1)) as iterator,
-            pytest.raises(OSError, match="no network"),
-        ):
-            next(iterator)
-        assert iterator.stats().faults.retries == 0
+        ds = grain.MapDataset.range(16).map(load).batch(8).shard_to(data_mesh(2), num_threads=1)
+        _, counts = failure_of(ds, OSError, "no network")
+        assert counts.retries == 0
         assert calls[5] == 2  # the second time to find out which record it was
 
-    def test_unless_its_class_is_named(self):
-        calls = collections.Counter()
-
-        def load(i):
-            calls[i] += 1
-            if i % 3 == 0 and calls[i] <= 2:
-                raise LookupError("not yet")
-            return record(i)
-
-        ds = grain.MapDataset.range(16).map(load).batch(8)
-        retries = Retries(3, on=LookupError)
-        with iter(ds.shard_to(data_mesh(2), num_threads=1, retries=retries)) as iterator:
-            assert all_of(iterator) == list(range(16))
-            assert iterator.stats().faults.retries == 12  # two for each of 0, 3, 6, 9, 12, 15
-
-    def test_a_function_that_changes_what_it_gets_is_given_it_anew(self):
+    def test_unless_its_class_is_named_and_then_it_is_given_anew_what_it_may_have_changed(self):
         def load(row):
             number = row.pop("id")  # a second call with the same dict would miss it
             if number == 5 and not failed:
@@ -253,7 +213,9 @@ class TestRetries:
         failed = []
         ds = grain.MapDataset.source(Rows(16, first_time)).map(load).batch(8)
         retries = Retries(on=LookupError)
-        assert all_of(ds.shard_to(data_mesh(2), retries=retries)) == list(range(16))
+        with iter(ds.shard_to(data_mesh(2), num_threads=1, retries=retries)) as iterator:
+            assert all_of(iterator) == list(range(16))
+            assert iterator.stats().faults.retries == 7  # of 5, and of reads of 0, 3, ..., 15
 
     def test_the_pauses_grow_up_to_a_longest(self, monkeypatch):
         clock, tries = [0.0], []
@@ -424,33 +386,6 @@ class TestMask:
             np.testing.assert_array_equal(got["valid_mask"], is_good)
             np.testing.assert_array_equal(got["id"], np.where(is_good, indices, 0))
 
-    @pytest.mark.parametrize(
-        ("num_workers", "kind"), [(0, Source), (0, BatchedSource), (2, BatchedSource)]
-    )
-    def test_they_are_counted_and_listed(self, num_workers, kind):
-        ds = masked(batches(kind(40, bad(0, 17, 39))), 4, num_workers=num_workers)
-        with iter(ds) as iterator:
-            rows = ids(iterator)
-            counts = iterator.stats().faults
-        assert rows == [
-            [i for i in range(k, k + 8) if i not in (0, 17, 39)] for k in range(0, 40, 8)
-        ]
-        assert counts == (0, 3, counts.listed, 40)
-        assert sorted(counts.listed) == [
-            BadRecord(i, f"ValueError: record {i} is corrupt", None, Origin(i, kind.__name__))
-            for i in (0, 17, 39)
-        ]
-
-    @pytest.mark.parametrize(("on_bad_record", "records"), [("mask", 40), ("error", 0)])
-    def test_how_many_records_were_read_is_counted_where_bad_ones_may_be_left_out(
-        self, on_bad_record, records
-    ):
-        ds = batches(Source(40, bad())).shard_to(data_mesh(2), on_bad_record=on_bad_record)
-        with iter(ds) as iterator:
-            list(iterator)
-            assert iterator.stats().faults.records == records
-            assert iterator.stats().total.records == 40
-
     def test_a_batch_may_be_all_bad_and_the_first_one(self, kind):
         ds = masked(batches(kind(24, bad(*range(8)))), 4)
         assert ids(ds) == [[], list(range(8, 16)), list(range(16, 24))]
@@ -499,9 +434,7 @@ class TestMask:
     def test_neither_what_is_no_exception_nor_want_of_memory_is_left_out(self, name, error):
         source = Source(40, bad(3, error=error))
         ds = batches(source) if name == "random access" else of_feeds(source)
-        with iter(masked(ds)) as iterator, pytest.raises(error):
-            next(iterator)
-        assert iterator.stats().faults.bad_records == 0
+        assert failure_of(masked(ds), error)[1].bad_records == 0
 
     @pytest.mark.parametrize(
         ("error", "is_bad_everywhere"),
@@ -571,15 +504,11 @@ class TestTooMany:
     def test_a_source_that_is_away_is_not_asked_for_every_record(self, kind, feeds):
         source = kind(4000, bad(*range(1000, 4000), error=ConnectionError))
         ds = of_feeds(source) if feeds else batches(source, 200)
-        with (
-            iter(masked(ds, max_bad_records=5, num_threads=1)) as iterator,
-            pytest.raises(
-                BadRecordsError, match=r"(?s)could not be read in 5 tries.*reach the source"
-            ),
-        ):
-            list(iterator)
+        message = r"(?s)could not be read in 5 tries.*reach the source"
+        ds = masked(ds, max_bad_records=5, num_threads=1)
+        _, counts = failure_of(ds, BadRecordsError, message)
         # Four for each of 6, and for those that were read beside them; not for each of 3,000.
-        assert iterator.stats().faults.retries < 600
+        assert counts.retries < 600
 
 
 class TestFeeds:
@@ -658,29 +587,20 @@ class TestOrigins:
         with iter(ds.shard_to(data_mesh(2), **options)) as iterator:
             list(iterator)
             (listed,) = iterator.stats().faults.listed
-        assert (listed.record, listed.origin) == (above, Origin(17, "InFiles", "file-1", 7))
-        with pytest.raises(BadRecordsError) as caught:
-            list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))
+        error, origin = "ValueError: record 17 is corrupt", Origin(17, "InFiles", "file-1", 7)
+        assert listed == BadRecord(above, error, None, origin)
+        error, _ = failure_of(
+            ds.shard_to(data_mesh(2), max_bad_records=0, **options), BadRecordsError
+        )
         assert (
             "    record 17 of the source InFiles (record 7 of file-1), which is "
             f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
-        ) in str(caught.value)
-
-    def test_an_error_that_ends_the_run_names_the_file(self):
-        ds = shuffled(InFiles(40, bad(17))).batch(40).shard_to(data_mesh(2))
-        with iter(ds) as iterator, pytest.raises(ValueError, match="corrupt") as caught:
-            next(iterator)
-        above = list(shuffled(np.arange(40))).index(17)
-        assert caught.value.__notes__[0] == (
-            "grain_shard: while evaluating record 17 of the source InFiles (record 7 of file-1), "
-            f"which is record {above} of the dataset before .batch, for batch 0"
-        )
+        ) in str(error)
 
     def test_a_feed_names_the_file(self):
-        with pytest.raises(BadRecordsError) as caught:
-            list(masked(of_feeds(InFiles(40, bad(0, 6, 17))), max_bad_records=2))
+        ds = masked(of_feeds(InFiles(40, bad(0, 6, 17))), max_bad_records=2)
         named = "record 17 of the source InFiles (record 7 of file-1), which is record 8 of feed 1"
-        assert f"{named}: ValueError" in str(caught.value)
+        assert f"{named}: ValueError" in str(failure_of(ds, BadRecordsError)[0])
 
     @pytest.mark.parametrize("where", [lambda i: 1 / 0, lambda i: "here", lambda i: (i, i), None])
     def test_a_method_of_that_name_that_says_something_else_does_no_harm(self, where):
@@ -689,56 +609,55 @@ class TestOrigins:
         assert Origin.of(grain.MapDataset.source(source), 3) == Origin(3, "Source")
 
 
-ONE = (
+PLACE = (
     "grain_shard: while evaluating record 5 of the source Source, which is record 5 of the dataset"
-    " before .batch, for batch 5. The read failed. Another read, made for this message, succeeded. "
+    " before .batch, for batch 5"
 )
-ONE_OF_SEVERAL = (
+PLACE_OF_SEVERAL = (
     "grain_shard: while evaluating one of the records 4 to 7 of the dataset before .batch, for"
-    " batch 1. The read failed. Another read, made for this message, succeeded. "
+    " batch 1"
 )
+SUCCEEDED = ". The read failed. Another read, made for this message, succeeded. "
 NOT_AGAIN = (
-    "By default a read is not tried again after a RuntimeError. To try it again, pass"
+    f"{SUCCEEDED}By default a read is not tried again after a RuntimeError. To try it again, pass"
     " retries=Retries"
 )
+MORE = f"{SUCCEEDED}For more tries, pass retries=Retries"
 
 
 @pytest.mark.parametrize(
-    ("kind", "global_batch_size", "error", "retries", "tries", "note"),
+    ("kind", "global_batch_size", "error", "retries", "tries", "advice"),
     [
-        (Source, 1, RuntimeError, 4, 1, f"{ONE}{NOT_AGAIN}(4, on=RuntimeError)"),
-        (
-            *(BatchedSource, 4, RuntimeError, 4, 1),
-            f"{ONE_OF_SEVERAL}{NOT_AGAIN}(4, on=RuntimeError)",
-        ),
-        (
-            *(Source, 1, RuntimeError, Retries(2, on=KeyError), 1),
-            f"{ONE}{NOT_AGAIN}(2, on=RuntimeError)",
-        ),
-        (Source, 1, OSError, 0, 1, f"{ONE}For more tries, pass retries=Retries(4, on=OSError)"),
-        (Source, 1, OSError, 4, 5, f"{ONE}For more tries, pass retries=Retries(8, on=OSError)"),
-        (
-            *(Source, 1, KeyError, Retries(1, on=LookupError), 2),
-            f"{ONE}For more tries, pass retries=Retries(2, on=KeyError)",
-        ),
+        (Source, 1, RuntimeError, 4, 1, f"{NOT_AGAIN}(4, on=RuntimeError)"),
+        (BatchedSource, 4, RuntimeError, 4, 1, f"{NOT_AGAIN}(4, on=RuntimeError)"),
+        (Source, 1, RuntimeError, Retries(2, on=KeyError), 1, f"{NOT_AGAIN}(2, on=RuntimeError)"),
+        (Source, 1, OSError, 0, 1, f"{MORE}(4, on=OSError)"),
+        (Source, 1, OSError, 4, 5, f"{MORE}(8, on=OSError)"),
+        (Source, 1, KeyError, Retries(1, on=LookupError), 2, f"{MORE}(2, on=KeyError)"),
+        # A second read fails, too.
+        (Source, 1, OSError, 0, 1, ""),
+        (Source, 1, OSError, 2, 3, ""),
     ],
 )
-def test_an_error_that_a_second_read_does_not_meet_says_how_to_have_it_tried_again(
-    kind, global_batch_size, error, retries, tries, note
+def test_an_error_says_how_often_it_was_tried_and_how_to_have_it_tried_again_if_that_may_help(
+    kind, global_batch_size, error, retries, tries, advice
 ):
-    """It ends the run, though a second read, made to find its record, succeeds."""
+    """It ends the run, also if a second read, made to find its record, succeeds."""
 
     def flaky(index, number):
-        if index == 5 and number <= tries:
+        if index == 5 and (number <= tries or not advice):
             raise error("flaky")
 
-    ds = batches(kind(8, flaky), global_batch_size)
-    with (
-        iter(ds.shard_to(data_mesh(1), num_threads=1, retries=retries)) as iterator,
-        pytest.raises(error, match="flaky") as caught,
-    ):
-        list(iterator)
-    assert [n for n in caught.value.__notes__ if "while evaluating" in n] == [note]
+    source = kind(8, flaky)
+    ds = batches(source, global_batch_size).shard_to(data_mesh(1), num_threads=1, retries=retries)
+    caught, counts = failure_of(ds, error, "flaky")
+    assert counts.retries == tries - 1
+    if kind is Source:
+        assert source.requests[5] == tries + 1  # once more at the end, for the message
+    tried = [f"grain_shard: the read was tried {tries} times"] if tries > 1 else []
+    place = PLACE_OF_SEVERAL if kind is BatchedSource else PLACE
+    notes = [note for note in caught.__notes__ if note.startswith("grain_shard")]
+    assert notes == [*tried, place + advice]
 
 
 def numbers(feed):

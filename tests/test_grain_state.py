@@ -10,7 +10,6 @@ import pytest
 from absl import flags
 from jax.sharding import Mesh
 
-import grain_shard
 from grain_shard import StateError, rehearse
 from grain_shard.checkpoint import CheckpointRestore
 from tests.conftest import data_mesh, ids, numbered
@@ -114,6 +113,7 @@ def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
         ({"next_index": 3.0}, "the state is not the state of a random-access pipeline"),
         ({"global_next_index": 99}, "there is no record 99"),
         ({"next_index": 3, "processes": 2}, r"seek\(record=6 \* b\)"),
+        ({"last_seen_indices": {"0": 7}, "worker_count": 0}, "it lacks 'step'"),  # a DataLoader's
     ],
 )
 def test_a_place_that_is_not_there_or_not_known_is_refused_and_changes_nothing(state, message):
@@ -158,10 +158,3 @@ def test_of_two_processes_the_error_has_the_seek_that_goes_on(tmp_path):
             assert "2 processes" in text
             assert "batches.seek(record=6 * b)" in text
     assert [row for _, rows, _ in found for row in rows] == found[0][2]
-
-
-def test_the_state_of_another_iterator_of_grain_is_refused_with_what_it_lacks():
-    with iter(numbered(44, 4).shard_to(data_mesh(2))) as iterator:
-        loaders = {"last_seen_indices": {"0": 7}, "worker_count": 0}
-        with pytest.raises(grain_shard.StateError, match="it lacks 'step'"):
-            iterator.set_state(loaders)

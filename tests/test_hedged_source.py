@@ -5,19 +5,15 @@ anything is: without that request it would hang.
 """
 
 import collections
+import contextlib
 import gc
-import os
 import pickle
-import subprocess
 import sys
 import threading
-import time
 
 import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard import HedgedSource, ShardingError
@@ -26,8 +22,10 @@ from grain_shard.sources import hedged_source
 from grain_shard.sources.daemon_threads import DaemonThreads
 from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
-from tests.pipelines import after, going_on, shared_out
-from tests.test_reads import in_order
+from tests.pipelines import after, going_on
+from tests.test_faults import PIPELINES
+from tests.test_lifecycle import run
+from tests.test_reads import IMPATIENT, in_order
 
 
 class Clock:
@@ -70,10 +68,6 @@ def test_one_read_in_twenty_is_repeated_and_eight_in_a_row_at_most(reads, repeat
     assert list(hedged) == list(range(reads))
     again = iter(lambda: hedged._repeated((int,)), None)
     assert len(list(again)) == hedged.asked_again == repeated
-
-
-# What is late is late at once, and as much may be asked for again as is read.
-IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 @pytest.fixture
@@ -123,42 +117,29 @@ class FirstWaitsForTheSecond:
         self.__init__()
 
 
-READ_AHEAD = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+def of_a_mixture(source):
+    others = grain.MapDataset.range(1000, 1000 + len(source))
+    mixture = grain_shard.mix([grain.MapDataset.source(source), others], {0: [1, 1]})
+    return mixture.map(record).batch(8).shard_to(data_mesh(2))
 
 
-def of_a_mixture(ds):
-    others = grain.MapDataset.range(1000, 1000 + len(ds))
-    return grain_shard.mix([ds, others], {0: [1, 1]}).map(record).batch(8).shard_to(data_mesh(2))
+def by_grain_alone(source):
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i), "valid_mask": True})
+    return ds.to_iter_dataset().batch(8)
 
 
-PIPELINES = {
-    "random access": lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2)),
-    "one thread": lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2), num_threads=1),
-    "whole batches": lambda ds: ds.map(record).batch(8).map(lambda b: b).shard_to(data_mesh(2)),
-    "a mixture": of_a_mixture,
-    "feeds": lambda ds: shared_out(ds.map(record), 2, 8, READ_AHEAD).shard_to(data_mesh(2)),
-    "a stream": lambda ds: (
-        ds.map(record).to_iter_dataset(READ_AHEAD).filter(bool).batch(8).shard_to(data_mesh(2))
-    ),
-    "Grain alone": lambda ds: (
-        ds.map(lambda i: {"id": np.int32(i), "valid_mask": True})
-        .to_iter_dataset(READ_AHEAD)
-        .batch(8)
-    ),
-    "worker processes": pytest.param(
-        lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2), num_workers=1),
-        marks=pytest.mark.slow,
-    ),
-}
+EVERY_PIPELINE = {**PIPELINES, "a mixture": of_a_mixture, "Grain alone": by_grain_alone}
 
 
 @pytest.mark.usefixtures("impatient")
 class TestTheFirstAnswerWins:
-    @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+    @pytest.mark.parametrize("pipeline", EVERY_PIPELINE.values(), ids=EVERY_PIPELINE)
     def test_in_every_kind_of_pipeline(self, pipeline, kind):
         source = HedgedSource(kind(200, FirstWaitsForTheSecond()))
-        plain = grain.MapDataset.source(kind(200, lambda index, number: None))
-        assert ids(pipeline(grain.MapDataset.source(source))) == ids(pipeline(plain))
+        with contextlib.closing(iter(pipeline(source))) as batches:
+            found = ids(batches)
+        with contextlib.closing(iter(pipeline(kind(200, nothing)))) as batches:
+            assert found == ids(batches)
 
     def test_what_the_user_maps_is_mapped_once_though_it_is_asked_for_twice(self, kind):
         mapped = collections.Counter()
@@ -336,7 +317,7 @@ class TestThreads:
         assert hedged[3] == 3
 
     SCRIPT = """\
-import os, sys, threading, warnings
+import os, threading, warnings
 warnings.simplefilter("ignore")
 from grain_shard import HedgedSource
 
@@ -352,7 +333,7 @@ class Source:
 
 began, hedged = threading.Event(), HedgedSource(Source())
 print(hedged[3], flush=True)
-if sys.argv[1] == "fork":
+if HOW == "fork":
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
     else:
@@ -366,45 +347,4 @@ else:
     @pytest.mark.slow
     @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5\n"), ("exit", "3\n")])
     def test_neither_a_fork_nor_a_read_that_never_ends_hangs(self, how, said, tmp_path):
-        (tmp_path / "script.py").write_text(self.SCRIPT)
-        done = subprocess.run(
-            [sys.executable, tmp_path / "script.py", how],
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        assert (done.stdout, done.returncode) == (said, 0), done.stderr
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    num_records=st.integers(1, 70),
-    global_batch_size=st.integers(1, 17),
-    num_threads=st.sampled_from([2, 3, 8]),
-    buffer_size=st.integers(1, 5),
-    many=st.booleans(),
-)
-def test_the_batches_are_the_same_whatever_is_asked_for_again(
-    num_records, global_batch_size, num_threads, buffer_size, many
-):
-    with pytest.MonkeyPatch.context() as patch:
-        # Whatever is under way is late, in no time.
-        patch.setattr(hedged_source, "_LEAST_S", 1e-4)
-        patch.setattr(hedged_source, "_MANY_TIMES", 0)
-        patch.setattr(hedged_source, "_SHARE", 1.0)
-        kind = BatchedSource if many else Source
-        # Inside a read others get their turn, to ask for the same.
-        source = HedgedSource(kind(num_records, lambda index, number: time.sleep(1e-4)))
-        ds = (
-            grain.MapDataset.source(source)
-            .seed(3)
-            .shuffle()
-            .map(record)
-            .random_map(lambda r, rng: {**r, "noise": rng.random(dtype=np.float32)})
-            .batch(global_batch_size)
-        )
-        got = list(ds.shard_to(data_mesh(1), cpu_buffer_size=buffer_size, num_threads=num_threads))
-        for batch, expected in zip(got, ds, strict=True):
-            for key, leaf in expected.items():
-                np.testing.assert_array_equal(np.asarray(batch[key])[: len(leaf)], leaf)
+        assert run(f"HOW = {how!r}\n{self.SCRIPT}", tmp_path / "script.py") == (0, said, "")

@@ -50,19 +50,11 @@ TABLE = {
         [waiting(10)] * 2,
         [1, 16, 1],  # and sixteen that were no better than one are taken back
     ),
-    "reads that compute stay alone for a while": (
-        [computing(50), *REST],
-        [1, 1, 1, 1, 1],
-    ),
-    "then twice as many are tried, and taken back if they are no better": (
+    "reads that compute stay alone, then twice as many are tried, and taken back if no better": (
         [computing(50), *REST, computing(100), computing(104)],
         [1, 1, 1, 1, 1, 2, 1],
     ),
-    "or kept if they are, and more are tried at once": (
-        [computing(50), *REST, computing(100), computing(190), computing(110)],
-        [1, 1, 1, 1, 1, 2, 4, 2],
-    ),
-    "after more were no better, fewer are tried, and kept if they are as good": (
+    "or kept if they are; after still more were no better, fewer are tried": (
         [
             computing(50),
             *REST,

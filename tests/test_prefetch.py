@@ -5,14 +5,9 @@ Where threads meet, events and barriers say who goes first; a timeout only ends 
 
 import _thread
 import contextlib
-import gc
 import signal
 import threading
-import weakref
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from grain_shard import background
@@ -76,23 +71,6 @@ def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about()
         assert background.wait_for(done.is_set)
         with pytest.raises(ValueError, match="of the second result"):
             background.wait_for(lambda: False)
-
-
-class TestOrder:
-    def test_even_when_the_threads_finish_in_the_opposite_order(self):
-        done = [threading.Event() for _ in range(4)]
-        done[3].set()
-        finished = []
-
-        def after_the_next_one(n):
-            wait(done[n + 1])
-            finished.append(n)
-            done[n].set()
-            return n
-
-        numbers = stage(after_the_next_one, iter(range(3)), buffer_size=3, num_threads=3)
-        assert list(numbers) == [0, 1, 2]
-        assert finished == [2, 1, 0]
 
 
 class TestErrors:
@@ -222,23 +200,6 @@ class TestClose:
 class TestStop:
     """An iterator that is collected stops its stages."""
 
-    def test_it_frees_the_tickets_and_the_work(self):
-        class Work:
-            def __call__(self, n):
-                return n
-
-        work, tickets = Work(), Tickets()
-        kept = [weakref.ref(work), weakref.ref(tickets)]
-        numbers = stage(work, tickets)
-        next(numbers)
-        threads = numbers.threads
-        numbers.stop()
-        del numbers, work, tickets
-        assert_ended(threads)
-        threads.clear()
-        gc.collect()
-        assert [ref() for ref in kept] == [None, None]
-
     def test_it_may_happen_at_any_moment_even_where_the_stage_holds_its_lock(self):
         tickets = Tickets()
         numbers = stage(lambda n: n, tickets)
@@ -254,29 +215,3 @@ class TestStop:
         wait(stopped)
         assert_ended(numbers.threads)
         assert len(tickets.closed_by) == 1
-
-
-class TestJaxContext:
-    def look(self, n):
-        return (
-            jnp.asarray(np.float64(n)).dtype.name,
-            dict(jax.sharding.get_mesh().shape),
-        )
-
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    def test_the_mesh_and_the_precision_of_the_thread_that_made_it_reach_work_and_tickets(
-        self, mesh, num_threads
-    ):
-        def look_twice():
-            tickets = (self.look(n) for n in range(3))
-            return stage(
-                lambda seen: (seen, self.look(0)), tickets, num_threads=num_threads, buffer_size=3
-            )
-
-        with jax.set_mesh(mesh), jax.enable_x64(True):
-            inside = look_twice()
-        outside = look_twice()
-        assert list(inside) == [(("float64", {"data": 8}),) * 2] * 3
-        assert self.look(0) == ("float32", {}), "the context of this thread is left alone"
-        with jax.set_mesh(mesh), jax.enable_x64(True):
-            assert list(outside) == [(("float32", {}),) * 2] * 3

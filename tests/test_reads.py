@@ -4,9 +4,8 @@ Sources meet at barriers, which open when so many reads are inside at once, and 
 nothing here depends on how fast anything is.
 """
 
-import gc
 import threading
-import weakref
+import time
 
 import grain
 import numpy as np
@@ -14,36 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import background
+from grain_shard import HedgedSource, background
 from grain_shard.pace import Pace, ReadPace
 from grain_shard.reading import contents, read, reads
-from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
-from tests.pipelines import Odd
-
-
-class Source:
-    """Records that are their own indices; `on_read` is called with the indices of each read."""
-
-    def __init__(self, num_records, on_read=lambda indices: None):
-        self._num_records, self._on_read = num_records, on_read
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        self._on_read([index])
-        return index
-
-
-class BatchedSource(Source):
-    """Reads many records in one call."""
-
-    def __getitems__(self, indices):
-        self._on_read(indices)
-        return list(indices)
-
-
-SOURCES = {"one by one": Source, "many in a call": BatchedSource}
+from grain_shard.sources import hedged_source
+from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
 
 @pytest.fixture(params=SOURCES.values(), ids=SOURCES.keys())
@@ -57,6 +32,10 @@ def record(i):
 
 def batches(source, global_batch_size=8):
     return grain.MapDataset.source(source).map(record).batch(global_batch_size)
+
+
+# What a `HedgedSource` waits for is late at once, and it may ask again for as much as is read.
+IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 def in_order(num_records, global_batch_size):
@@ -87,8 +66,8 @@ class TestSideBySide:
     def test_records_are_read_at_once(self, kind, num_records, together, num_threads, buffers):
         barrier = threading.Barrier(num_threads)
 
-        def meet(indices):
-            if indices[0] in together:
+        def meet(index, number):
+            if index in together:
                 barrier.wait(HANG_S)
 
         ds = batches(kind(num_records, meet))
@@ -103,22 +82,21 @@ class TestSideBySide:
                 together.wait(HANG_S)
             return batch
 
-        ds = batches(Source(48)).map(after).shard_to(data_mesh(2), num_threads=3)
+        ds = batches(Source(48, nothing)).map(after).shard_to(data_mesh(2), num_threads=3)
         assert ids(ds) == in_order(48, 8)
 
     def test_one_large_call_is_made_where_one_thread_reads(self):
-        calls = []
-        ds = batches(BatchedSource(64, calls.append)).shard_to(data_mesh(2), num_threads=1)
-        assert ids(ds) == in_order(64, 8)
-        assert max(map(len, calls)) >= 2 * 8
+        source = BatchedSource(64, nothing)
+        assert ids(batches(source).shard_to(data_mesh(2), num_threads=1)) == in_order(64, 8)
+        assert max(map(len, source.calls)) >= 2 * 8
 
     def test_reads_that_wait_become_more_without_being_told(self):
         """Nobody says how many: the reads wait until so many are inside as there are then."""
         inside, release, most = [0], threading.Event(), 24
         counting = threading.Lock()
 
-        def wait_for_the_others(indices):
-            if indices[0] < 1:
+        def wait_for_the_others(index, number):
+            if index < 1:
                 release.wait(0.05)  # the first tells that reads wait
             elif not release.is_set():
                 with counting:
@@ -141,14 +119,17 @@ class TestSideBySide:
     num_threads=st.sampled_from([1, 2, 3, 8, 64]),
     buffer_size=st.integers(1, 5),
     many=st.booleans(),
+    hedged=st.booleans(),
     changes=st.lists(st.integers(1, 9), max_size=20),
 )
-def test_the_batches_are_the_same_with_every_number_of_threads_and_while_it_changes(
-    num_records, global_batch_size, num_threads, buffer_size, many, changes
+def test_the_batches_are_the_same_however_many_threads_read_and_whatever_is_asked_for_again(
+    num_records, global_batch_size, num_threads, buffer_size, many, hedged, changes
 ):
-    kind = BatchedSource if many else Source
+    # Inside a read others get their turn, to ask for the same.
+    pause = (lambda index, number: time.sleep(1e-4)) if hedged else nothing
+    source = (BatchedSource if many else Source)(num_records, pause)
     ds = (
-        grain.MapDataset.source(kind(num_records))
+        grain.MapDataset.source(HedgedSource(source) if hedged else source)
         .seed(3)
         .shuffle()
         .map(record)
@@ -157,6 +138,8 @@ def test_the_batches_are_the_same_with_every_number_of_threads_and_while_it_chan
     )
     settings_ = {"cpu_buffer_size": buffer_size, "num_threads": num_threads}
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**IMPATIENT, "_MANY_TIMES": 0}.items():
+            patch.setattr(hedged_source, name, value)
         remaining = list(changes)
         done = ReadPace.done
 
@@ -187,7 +170,7 @@ class TestTimeIsOver:
     def test_the_batches_are_the_same(self, source, num_threads, remainder, monkeypatch):
         # Each read wants as many records as it may take, and is through after one.
         monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
-        ds = batches(source(45)).shard_to(
+        ds = batches(source(45, nothing)).shard_to(
             data_mesh(2), num_threads=num_threads, remainder=remainder
         )
         assert ids(ds) == in_order(45 if remainder == "pad" else 40, 8)
@@ -198,62 +181,41 @@ class TestTimeIsOver:
     ):
         monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
 
-        def fail(indices):
-            if 21 in indices:
-                raise OSError("twenty-one")
-
-        seen = []
+        ds, seen = batches(source(45, bad(21, error=OSError))), []
         with (
-            iter(batches(source(45, fail)).shard_to(data_mesh(2), num_threads=num_threads)) as it,
-            pytest.raises(OSError, match="twenty-one"),
+            iter(ds.shard_to(data_mesh(2), num_threads=num_threads)) as it,
+            pytest.raises(OSError, match="record 21"),
         ):
             seen.extend(ids([batch])[0] for batch in it)
         assert seen == in_order(16, 8)
 
 
-class TestErrors:
-    @pytest.mark.parametrize("num_threads", [None, 1, 16, 128])
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
-    def test_one_of_any_class_comes_in_its_place_and_stays(self, source, error, num_threads):
-        def fail(indices):
-            if 21 in indices:
-                raise error("twenty-one")
+@pytest.mark.usefixtures("one_record_at_a_time")
+def test_a_batch_before_the_error_is_waited_for():
+    failed = threading.Event()
 
-        ds = batches(source(800, fail))
-        with iter(ds.shard_to(data_mesh(2), num_threads=num_threads)) as iterator:
-            assert ids([next(iterator), next(iterator)]) == in_order(16, 8)
-            for _ in range(3):
-                with pytest.raises(error, match="twenty-one") as caught:
-                    next(iterator)
-        if issubclass(error, Exception):
-            assert "record 21 of the dataset" in caught.value.__notes__[0]
+    def slow_before_the_error(index, number):
+        if index == 12:
+            failed.set()
+            raise OSError("twelve")
+        if index == 3:
+            wait(failed)
 
-    @pytest.mark.usefixtures("one_record_at_a_time")
-    def test_a_batch_before_the_error_is_waited_for(self):
-        failed = threading.Event()
-
-        def slow_before_the_error(indices):
-            if indices[0] == 12:
-                failed.set()
-                raise OSError("twelve")
-            if indices[0] == 3:
-                wait(failed)
-
-        ds = batches(Source(80, slow_before_the_error)).shard_to(data_mesh(2), num_threads=16)
-        with iter(ds) as iterator:
-            assert ids([next(iterator)]) == [list(range(8))]
-            with pytest.raises(OSError, match="twelve"):
-                next(iterator)
+    ds = batches(Source(80, slow_before_the_error)).shard_to(data_mesh(2), num_threads=16)
+    with iter(ds) as iterator:
+        assert ids([next(iterator)]) == [list(range(8))]
+        with pytest.raises(OSError, match="twelve"):
+            next(iterator)
 
 
 @pytest.mark.usefixtures("one_record_at_a_time")
 class TestLife:
-    def reads_inside(self, num_threads):
-        """A pipeline with so many reads inside its source, and what lets them go on."""
+    @pytest.mark.parametrize("num_threads", [1, 128])
+    def test_close_waits_for_the_reads_that_are_inside_and_begins_no_more(self, num_threads):
         inside, release = threading.Semaphore(0), threading.Event()
 
-        def block(indices):
-            if indices[0]:  # the first comes alone
+        def block(index, number):
+            if index:  # the first comes alone
                 inside.release()
                 wait(release)
 
@@ -263,45 +225,10 @@ class TestLife:
         iterator.start_prefetch()
         for _ in range(num_threads):
             assert inside.acquire(timeout=HANG_S)
-        return iterator, release, background_threads() - before
-
-    @pytest.mark.parametrize("num_threads", [1, 128])
-    def test_close_waits_for_the_reads_that_are_inside_and_begins_no_more(self, num_threads):
-        iterator, release, threads = self.reads_inside(num_threads)
+        threads = background_threads() - before
         assert len(threads) >= num_threads
-        threading.Thread(target=lambda: release.set()).start()
+        threading.Thread(target=release.set).start()
         iterator.close()
-        assert not any(thread.is_alive() for thread in threads)
-
-    def test_close_does_not_wait_for_ever(self, monkeypatch):
-        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
-        iterator, release, threads = self.reads_inside(128)
-        iterator.close()
-        assert any(thread.is_alive() for thread in threads)
-        release.set()
-        assert_ended(threads)
-
-    def test_so_does_garbage_collection(self):
-        iterator, release, threads = self.reads_inside(128)
-        gone = weakref.ref(iterator)
-        del iterator
-        gc.collect()
-        assert gone() is None
-        release.set()
-        assert_ended(threads)
-
-    def test_threads_that_rest_end_too(self):
-        class OneAfterMany(Pace):
-            def done(self, *args):
-                self.limit(1)
-
-        tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
-        stage = background.TaskStage(
-            tasks, buffer_size=16, pace=OneAfterMany(16), name="grain-shard-test"
-        )
-        assert [next(stage) for _ in range(100)] == list(range(100))
-        threads = stage.threads
-        stage.close()
         assert not any(thread.is_alive() for thread in threads)
 
     def test_a_system_that_allows_no_more_threads_is_no_error(self, monkeypatch):
@@ -315,7 +242,7 @@ class TestLife:
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        ds = batches(Source(80)).shard_to(data_mesh(2), num_threads=64)
+        ds = batches(Source(80, nothing)).shard_to(data_mesh(2), num_threads=64)
         assert ids(ds) == in_order(80, 8)
         assert len(started) == 3
 

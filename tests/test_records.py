@@ -10,6 +10,7 @@ from grain_shard import mix
 from grain_shard.grain_inside import index_shuffle, routes
 from grain_shard.grain_inside.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
+from tests.counting_source import BatchedSource, bad, nothing
 
 LENGTHS = (
     *(1, 2, 3, 5, 255, 256, 257, 1000, 16383, 16384, 16385, 65535, 65536, 65537, 65538),
@@ -116,25 +117,9 @@ def test_a_grain_that_shuffles_otherwise_has_the_last_word(monkeypatch):
     assert routes.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
 
 
-class Failing:
-    """Reads many records at once, unless record 13 is one of them."""
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices):
-        if 13 in indices:
-            raise self.error("record 13 is broken")
-        return [np.int32(i) for i in indices]
-
-
 @pytest.mark.parametrize("error", [OSError, StopIteration, KeyError])
 def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error):
-    source = Failing()
-    source.error = error
+    source = BatchedSource(32, bad(13, error=error))
     ds = grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(4)
     seen = []
     raised = RuntimeError if error is StopIteration else error
@@ -151,11 +136,11 @@ def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_batched_read_of_another_length_is_an_error(count):
-    class Source(Failing):
+    class Source(BatchedSource):
         def __getitems__(self, indices):
             return iter([np.int32(0)] * count) if len(indices) == 4 else [np.int32(0)]
 
-    ds = grain.MapDataset.source(Source()).map(lambda i: {"id": i}).batch(4)
+    ds = grain.MapDataset.source(Source(32, nothing)).map(lambda i: {"id": i}).batch(4)
     with pytest.raises(ValueError, match=f"returned a list_iterator of length {count} for 4"):
         next(iter(ds.shard_to(data_mesh(2))))
 

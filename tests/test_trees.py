@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import grain
 import jax
@@ -25,6 +26,11 @@ class Input:
     images: np.ndarray | None = None
 
 
+class Point(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray | None
+
+
 def record(i):
     return {
         "id": np.int32(i),
@@ -32,16 +38,19 @@ def record(i):
         "input": Input(np.full(3, i, np.int32)),
         "list": [None, np.float32(i)],
         "tuple": (np.float32(i), None),
+        "point": Point(np.full(2, i), None),
     }
 
 
 pipelines = pytest.mark.parametrize("pipeline", KINDS.values(), ids=KINDS)
 OPTIONS = {
     "defaults": {},
-    "specs over None": {"spec": dict.fromkeys(["id", "none", "input", "list", "tuple"], P("data"))},
+    "specs over None": {
+        "spec": dict.fromkeys(["id", "none", "input", "list", "tuple", "point"], P("data"))
+    },
     "a dataclass of specs": {
         "spec": {
-            **dict.fromkeys(["id", "none", "list", "tuple"], P("data")),
+            **dict.fromkeys(["id", "none", "list", "tuple", "point"], P("data")),
             "input": Input(P("data"), P("data")),
         }
     },
@@ -59,7 +68,9 @@ def test_none_in_every_record_is_none_in_the_batch(pipeline, options):
     assert sorted(np.concatenate(valid).tolist()) == list(range(6))
     for batch in (*batches, ds.abstract_batch()):
         assert batch["none"] is batch["input"].images is batch["list"][0] is batch["tuple"][1]
-        assert batch["none"] is None
+        assert batch["none"] is batch["point"].y is None
+        kinds = [type(batch[key]) for key in ("input", "list", "tuple", "point")]
+        assert kinds == [Input, list, tuple, Point]
     for batch in batches:
         np.testing.assert_array_equal(batch["input"].tokens[..., 0], batch["id"])
         np.testing.assert_array_equal(batch["list"][1], batch["id"])
@@ -108,9 +119,9 @@ def test_text_keeps_the_nuls_at_its_end(name, options, nul):
         assert batch["name"].shape == mask.shape
 
 
-def test_text_without_nuls_at_its_end_stays_an_array_of_its_characters():
+def test_text_without_nuls_at_its_end_stays_on_the_host_as_an_array_of_its_characters():
     first, _ = KINDS["random access"](lambda i: {"id": i, "name": f"\0{i}"}).shard_to(data_mesh(2))
-    assert first["name"].dtype == np.dtype("<U2")
+    assert (type(first["name"]), first["name"].dtype) == (np.ndarray, np.dtype("<U2"))
 
 
 def test_a_digest_of_text_is_one_of_its_characters():

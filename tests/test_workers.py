@@ -9,7 +9,6 @@ import multiprocessing.synchronize
 import os
 import textwrap
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import cloudpickle
@@ -20,7 +19,7 @@ import pytest
 from jax._src import xla_bridge
 from jax.sharding import NamedSharding, PartitionSpec
 
-from grain_shard import BatchLayout, PadToDivisible, ShardBatch, ShardingError, ValidateBatchSize
+from grain_shard import ShardingError
 from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
 from tests.pipelines import Odd
 from tests.test_lifecycle import run
@@ -85,15 +84,6 @@ class TestTheSameAsWithout:
             assert ids(iterator) == []
         assert_no_child_is_left()
 
-    def test_the_callers_dataset_is_not_changed(self):
-        ds = numbered(40, 8)
-        before = [batch["id"].tolist() for batch in ds]
-        sharded = ds.shard_to(data_mesh(2), num_workers=1)
-        for _ in range(2):
-            assert ids(sharded) == before
-        assert [batch["id"].tolist() for batch in ds] == before
-        assert len(ds) == len(sharded) == 5
-
 
 def mapping_of(address):
     """The line of Linux's memory map that an address is in; "" elsewhere."""
@@ -114,7 +104,7 @@ class TestMemory:
         # and the worker that gets them back would write into the user's batch (jax#38086).
         ds = (
             grain.MapDataset.range(24)
-            .map(lambda i: {"id": np.int32(i), "x": np.full((64, 1024), i, np.float32)})
+            .map(lambda i: {"x": np.full((64, 1024), i, np.float32), "text": f"{i:05d}" * 1000})
             .batch(2)
             .shard_to(data_mesh(num_devices), num_workers=1, cpu_buffer_size=1)
         )
@@ -122,14 +112,9 @@ class TestMemory:
         for k, batch in enumerate(batches):
             assert np.unique(np.asarray(batch["x"])).tolist() == [2 * k, 2 * k + 1]
             assert np.asarray(batch["x"])[:, 0, 0].tolist() == [2 * k, 2 * k + 1]
+            assert batch["text"].tolist() == [f"{i:05d}" * 1000 for i in (2 * k, 2 * k + 1)]
             for shard in batch["x"].addressable_shards:
                 assert "/dev/shm" not in mapping_of(shard.data.unsafe_buffer_pointer())
-
-    def test_text_that_stays_on_the_host_stays_intact_too(self):
-        ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "t": f"{i:05d}" * 1000}).batch(2)
-        batches = list(ds.shard_to(data_mesh(2), num_workers=1))
-        for k, batch in enumerate(batches):
-            assert batch["t"].tolist() == [f"{i:05d}" * 1000 for i in (2 * k, 2 * k + 1)]
 
 
 class Locked(Exception):
@@ -241,34 +226,17 @@ class TestLife:
 
 @slow
 class TestScripts:
-    PROGRAM = """\
-        import grain, jax, numpy as np
-        import grain_shard
-        from jax._src import xla_bridge
-
-        jax.config.update("jax_num_cpu_devices", 2)
-
-        def main():
-            ds = grain.MapDataset.range(12).map(lambda i: {"id": np.int32(i)}).batch(4)
-            mesh = jax.make_mesh((2,), ("data",))
-            with iter(ds.shard_to(mesh, num_workers=2)) as batches:
-                for batch in batches:
-                    print(batch["id"].tolist())
-
-        """
-
-    def test_a_plain_script_works(self, tmp_path):
-        code = textwrap.dedent(self.PROGRAM) + 'if __name__ == "__main__":\n    main()\n'
-        expected = "[0, 1, 2, 3]\n[4, 5, 6, 7]\n[8, 9, 10, 11]\n"
-        code, out, err = run(code, tmp_path / "program.py")
-        assert (code, out) == (0, expected)
-        # On a busy machine Grain may not have freed the last shared memory before the end, and
-        # multiprocessing's tracker, which then does, says so.
-        assert "Traceback" not in err
-
     def test_without_the_guard_of_the_main_module_it_fails_and_says_why(self, tmp_path):
         # Each worker imports the script, which would start workers.
-        code, out, err = run(textwrap.dedent(self.PROGRAM) + "main()\n", tmp_path / "program.py")
+        code = textwrap.dedent("""
+            import grain, jax
+            import grain_shard
+
+            ds = grain.MapDataset.range(12).map(lambda i: {"id": i}).batch(4)
+            for batch in ds.shard_to(jax.devices()[0], num_workers=2):
+                print(batch["id"].tolist())
+        """)
+        code, out, err = run(code, tmp_path / "program.py")
         assert (code, out) == (1, "")
         assert err.count("ShardingError: a worker process imported the main script") == 2
         assert (
@@ -331,9 +299,11 @@ class TestC10:
             assert name not in pickled
         with pytest.raises(Exception, match=r"workers?|pickle"):
             cloudpickle.dumps(put)
-        copied = cloudpickle.loads(pickled)
-        for ours, theirs in zip(copied, in_worker, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        for _ in range(2):  # also after it was read here
+            copied = cloudpickle.loads(pickled)
+            for ours, theirs in zip(copied, in_worker, strict=True):
+                jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+            pickled = cloudpickle.dumps(in_worker)
 
     @pytest.mark.parametrize(
         ("on_devices", "name"),
@@ -354,32 +324,6 @@ class TestC10:
             pytest.raises(ShardingError, match=rf"{name}.*\n(.*\n)*.*numpy\.asarray"),
         ):
             next(iterator)
-
-    @pytest.mark.parametrize(
-        "stage",
-        [ValidateBatchSize(2), PadToDivisible(2, mask_key=None), ShardBatch(BatchLayout(2, (0,)))],
-        ids=lambda stage: type(stage).__name__,
-    )
-    @pytest.mark.parametrize("read_before", [False, True])
-    def test_each_stage_travels_also_after_it_was_read_here(self, stage, read_before):
-        ds = grain.MapDataset.range(8).map(_as_pair).batch(4).pipe(stage)
-        if read_before:
-            ds[0]
-        copied = cloudpickle.loads(cloudpickle.dumps(ds))
-        assert [b.x.tolist() for b in copied] == [b.x.tolist() for b in ds]
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Pair:
-    """A container of the user's own that JAX knows."""
-
-    x: object
-    y: object
-
-
-def _as_pair(i):
-    return Pair(np.int32(i), np.float32(i))
 
 
 def _stack(items):
