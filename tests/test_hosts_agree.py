@@ -148,6 +148,9 @@ DIFFERENCES = {
     "mesh": lambda odd, _: on_two_axes((2, 4) if odd else (4, 2)),
     "devices": lambda odd, _: of_records(numbered(), mesh_of(jax.devices()[:: -1 if odd else 1])),
     "remainder": lambda odd, _: of_records(numbered(), remainder="drop" if odd else "pad"),
+    "remainder: of a stream": lambda odd, _: shard(
+        stream(numbered()), rows="global", remainder="drop" if odd else "pad"
+    ),
     "pad_value": lambda odd, _: of_records(numbered(), pad_value=-1 if odd else 0),
     "microbatches": lambda odd, _: of_records(numbered(), microbatches=2 if odd else 1),
     "read": lambda odd, _: on_two_axes((2, 4), P("model"), read="once" if odd else "needed"),
@@ -177,6 +180,7 @@ SAID = {
     "specs": (json.dumps([str(P("data"))]), json.dumps([str(P(("data", "model")))])),
     "mesh": ('[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
     "remainder": ('"pad"', '"drop"'),
+    "remainder: of a stream": ('"pad"', '"drop"'),
     "pad_value": ('"0"', '"-1"'),
     "microbatches": ("1", "2"),
     "read": ('"needed"', '"once"'),
@@ -267,6 +271,13 @@ def case_first_record_raises(host, _):
     for failing in (0, ODD):
         found[failing] = first_batch(shard(numbered().map(check).batch(8)))
     return found
+
+
+def case_a_batch_of_a_stream_that_one_host_cannot_place(host, _):
+    """The hosts have voted on the batch before one of them finds that it cannot place it."""
+    mesh = mesh_of(jax.devices(), (4, 2), ("data", "model"))
+    records = numbered(width=3 if host == ODD else 4)
+    return first_batch(shard(stream(records), mesh, P("data", "model"), rows="global"))
 
 
 def case_a_stream_on_one_host(host, _):
@@ -507,6 +518,16 @@ def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhe
     for text in texts(others, "AgreementError"):
         assert f"host {failing} failed." in text
         assert f"ValueError: bad record {2 * failing}" in text
+
+
+def test_a_host_that_cannot_place_the_first_batch_of_a_stream_is_named_elsewhere(results):
+    others = list(results[case_a_batch_of_a_stream_that_one_host_cannot_place])
+    own = others.pop(ODD)
+    problem = "dim 1 has size 3, which is not divisible by mesh axis 'model' (size 2)"
+    assert problem in texts([own], "ShardingError")[0]
+    for text in texts(others, "AgreementError"):
+        assert f"host {ODD} failed." in text
+        assert problem in text
 
 
 def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
