@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ class Columns(NamedTuple):
 
     arrays: Sequence[np.ndarray]
     structure: Any
+
+
+class GatheredSource(ABC):
+    """A source whose records are rows of arrays, and are gathered straight into a batch."""
+
+    @abstractmethod
+    def rows(self, indices: np.ndarray) -> ArrayRows:
+        """Returns the records with the given indices, int64[n]."""
 
 
 class ArrayRows(Sequence[Any]):

@@ -15,10 +15,10 @@ import math
 import numpy as np
 
 _ROUNDS = 4
+# The cipher permutes 2**b numbers, where b is even and at least 16.
 _MIN_BLOCK_BITS = 16
-# The cipher permutes 2**b numbers, where b is even and at least 16. So from this many indices on,
-# there are at most four numbers for each index, and a few repetitions lead to an index.
-_FEW = 2**_MIN_BLOCK_BITS // 4
+# With fewer indices than this, it takes many repetitions to reach one: 13,000 if there are 5.
+_FEW = 1024
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
         [0, 1, 2, 3, 4]
     """
     largest = length - 1
-    if length < _FEW:
+    if length <= 2**_MIN_BLOCK_BITS:
         return _permutation(length, seed)[indices].astype(np.int64)
     block_bits = math.ceil(math.log2(largest))
     block_bits = max(block_bits + block_bits % 2, _MIN_BLOCK_BITS)
@@ -54,26 +54,28 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
 
 # Each epoch has another seed, and so another permutation. Feeds read parts of the same records side
 # by side. If there are few records, the feeds are in many epochs at once. Without this cache, the
-# permutations would take a third of the time of packing text. A permutation takes 32 KB at most.
+# permutations would take a third of the time of packing text. A permutation takes 128 KB at most.
 @functools.lru_cache(maxsize=64)
 def _permutation(length: int, seed: int) -> np.ndarray:
-    """Returns the shuffled index of every index, for a small number of indices.
+    """Returns the shuffled index of every index, for at most 2**16 indices.
 
-    The cipher permutes 2**16 numbers, and is repeated until the result is an index. With few
-    indices that takes many repetitions: 13,000 for each index if there are 5. So all 2**16 numbers
-    are computed together, and each turn of the loop doubles the number of repetitions.
+    The cipher permutes 2**16 numbers, and is repeated until the result is an index. So all 2**16
+    numbers are computed together.
 
     Returns:
         uint16[length], read-only.
     """
-    after = _encrypted(
-        np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint32), _MIN_BLOCK_BITS // 2, _round_keys(seed)
-    ).astype(np.int64)
-    while (after[:length] >= length).any():
-        after = np.where(after < length, after, after[after])
-    after = after[:length].astype(np.uint16)
-    after.flags.writeable = False
-    return after
+    numbers = np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint16)
+    after = _encrypted(numbers, _MIN_BLOCK_BITS // 2, _round_keys(seed))
+    result = after[:length].copy()
+    walking = np.flatnonzero(result >= length)
+    while len(walking):
+        if length < _FEW:  # then each turn doubles the number of repetitions
+            after = np.where(after < length, after, after.take(after))
+        result[walking] = after.take(result[walking])
+        walking = walking[result[walking] >= length]
+    result.flags.writeable = False
+    return result
 
 
 def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.ndarray:
@@ -90,9 +92,10 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
         return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
 
     left, right = (blocks >> width) & mask, blocks & mask
+    low = [dtype(key & int(mask)) for key in keys]
     for key in range(0, _ROUNDS, 2):
-        left = (left ^ mixed(right) ^ dtype(keys[key])) & mask
-        right = (right ^ mixed(left) ^ dtype(keys[key + 1])) & mask
+        left = (left ^ mixed(right) ^ low[key]) & mask
+        right = (right ^ mixed(left) ^ low[key + 1]) & mask
     return (left << width) | right
 
 

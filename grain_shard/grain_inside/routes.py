@@ -212,7 +212,7 @@ class Route:
         Returns:
             The finished elements; only the first ones if the time is over or a function failed.
         """
-        if isinstance(elements, ArrayRows) and not self.steps:
+        if not self.steps:
             return elements
         return _taken(self._up(elements, recovery, start, start + len(elements)), until, recovery)
 
@@ -375,7 +375,7 @@ def read_together(
         return [ways[0].read(until, recovery)]
     indices = np.concatenate([way.indices for way in ways])
     elements = Route(ways[0].ds, indices).read(until, recovery)
-    stops = np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
+    stops = itertools.accumulate((len(way.indices) for way in ways), initial=0)
     return [elements[start:stop] for start, stop in itertools.pairwise(stops)]
 
 

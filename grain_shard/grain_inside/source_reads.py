@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from grain_shard.grain_inside.array_rows import GatheredSource
 from grain_shard.grain_inside.nodes import SOURCE
 
 BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], to n records
@@ -32,9 +33,10 @@ def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
     """
     if type(ds) is not SOURCE:
         return None
-    source = getattr(ds, "_source", None)
+    source, length = getattr(ds, "_source", None), len(ds)
+    if isinstance(source, GatheredSource):
+        return lambda indices: source.rows(indices % length)
     for name in ("_getitems", "__getitems__"):  # the second is used by PyTorch and array_record
         if (read := getattr(source, name, None)) is not None:
-            length = len(ds)  # computed once: a source may compute its length in a slow call
             return lambda indices: read((indices % length).tolist())
     return None

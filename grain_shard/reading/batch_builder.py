@@ -79,8 +79,10 @@ class BatchBuilder:
         while first < count and (not first or time.perf_counter() < until):
             # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
             some, begin = elements[first : first + self.template.rows_at_a_time], start + first
-            with span(READ, part=MAP if self.route.runs_no_function else None):
-                rows = self.route.finish(some, until, self.faults, begin)
+            rows = some
+            if self.route.steps:
+                with span(READ, part=MAP if self.route.runs_no_function else None):
+                    rows = self.route.finish(some, until, self.faults, begin)
             with span(BATCH):
                 self._leave_out_bad(rows, begin)
                 self._put(rows, begin)
@@ -91,7 +93,7 @@ class BatchBuilder:
 
     def way(self, start: int, stop: int) -> Route:
         """Returns the `Route` that reads the batch's records from position `start` up to `stop`."""
-        return self.route.part(start, stop)
+        return self.route if stop - start == self.size else self.route.part(start, stop)
 
     def _put(self, elements: Elements, start: int) -> None:
         """Writes elements to the rows from `start` on.
@@ -100,8 +102,10 @@ class BatchBuilder:
         """
         with self._lock:
             if self._stack is None:
-                known = elements[0], self.records[start]
-                self._stack = Stack(self.template.stacker(self.faults, known), self.size)
+                stacker = self.template.stacker(
+                    self.faults, lambda: (elements[0], self.records[start])
+                )
+                self._stack = Stack(stacker, self.size)
         self._stack.write(elements, start, self.records[start : start + len(elements)])
 
     def _stacked(self) -> Batch:

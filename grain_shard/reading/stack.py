@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grain
@@ -21,7 +21,7 @@ from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
-_BYTES_AT_A_TIME = 2**20
+_BYTES_AT_A_TIME = 2**23
 # The structure of all rows is learned from the first readable record. At most this many records are
 # tried.
 _MOST_LOOKED_AT = 1000
@@ -193,13 +193,13 @@ class RowTemplate:
         self.rows_at_a_time: int = 1
         self._stacker: RowStacker | None = None
 
-    def stacker(self, faults: Faults, known: Known | None = None) -> RowStacker:
+    def stacker(self, faults: Faults, known: Callable[[], Known] | None = None) -> RowStacker:
         """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
 
         Args:
             faults: The rules for failed reads.
-            known: A row that was read already, and the index of its record. If there is no stacker
-                yet, it is made of this row. Without a known row, a record is read for it.
+            known: Returns a row that was read already, and the index of its record. If there is no
+                stacker yet, it is made of this row. Without `known`, a record is read for it.
 
         Raises:
             BadRecordsError: None of the first records can be read.
@@ -209,7 +209,7 @@ class RowTemplate:
         if self._stacker is None:
             with _LEARNING:
                 if self._stacker is None:
-                    row, record = known or self._first(faults)
+                    row, record = known() if known else self._first(faults)
                     stacker = RowStacker(row, "record {}", record)
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker

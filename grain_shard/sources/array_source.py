@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.grain_inside.array_rows import ArrayRows, Columns
+from grain_shard.grain_inside.array_rows import ArrayRows, Columns, GatheredSource
 from grain_shard.trees import flatten
 
 
-class ArraySource:
+class ArraySource(GatheredSource):
     """A source whose records are the rows of a tree of arrays.
 
     If a pipeline only chooses and orders records before it batches them, NumPy gathers the rows
@@ -56,6 +56,10 @@ class ArraySource:
                     remedy="give all arrays the same number of rows: one row per record.",
                 )
 
+        # NumPy's arrays, from which a batch gathers its rows itself; None if there are others.
+        in_memory = all(isinstance(array, np.ndarray) for array in self._arrays)
+        self._columns = Columns(self._arrays, self._structure) if in_memory else None
+
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
 
@@ -66,13 +70,15 @@ class ArraySource:
         return self._getitems([record])[0]
 
     def _getitems(self, indices: Sequence[int]) -> ArrayRows:
-        wanted = np.asarray(indices, np.int64)
-        if all(isinstance(array, np.ndarray) for array in self._arrays):
-            return ArrayRows.of(Columns(self._arrays, self._structure), wanted)
+        return self.rows(np.asarray(indices, np.int64))
+
+    def rows(self, indices: np.ndarray) -> ArrayRows:
+        if self._columns is not None:
+            return ArrayRows.of(self._columns, indices)
         # Rows of zarr and h5py are read here and not later, when the batch is made, because a read
         # may fail, and only reads in this method are tried again. HDF5 takes only ascending
         # indices.
-        wanted, places = np.unique(wanted, return_inverse=True)
+        wanted, places = np.unique(indices, return_inverse=True)
         arrays = [np.asarray(array[wanted]) for array in self._arrays]
         return ArrayRows.of(Columns(arrays, self._structure), places)
 
