@@ -13,6 +13,8 @@ import numpy as np
 # promises a multiple of 16.) If the address of an array and the size of its shards are multiples of
 # 64 bytes, the address of each shard is one, too.
 ALIGNMENT_BYTES = 64
+# The copy of an array of at most this many bytes takes a few microseconds.
+_FEW_BYTES = 2**16
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -33,7 +35,12 @@ def copied(array: np.ndarray) -> np.ndarray:
     The memory of the copy begins at a multiple of `ALIGNMENT_BYTES`, except for Python objects.
     """
     copy = empty(array.shape, array.dtype)
-    copy[...] = array
+    if array.flags.c_contiguous and 0 < array.nbytes <= _FEW_BYTES and not array.dtype.hasobject:
+        # NumPy would release the interpreter's lock, and then wait for other threads to get it
+        # back, which takes longer than the copy. With 20 leaves of 16 KB, that is 4 % of a batch.
+        copy.reshape(-1).view(np.uint8).data[:] = array.reshape(-1).view(np.uint8).data
+    else:
+        copy[...] = array
     return copy
 
 
