@@ -37,7 +37,7 @@ def copied(array: np.ndarray) -> np.ndarray:
     copy = empty(array.shape, array.dtype)
     if array.flags.c_contiguous and 0 < array.nbytes <= _FEW_BYTES and not array.dtype.hasobject:
         # NumPy would release the interpreter's lock, and then wait for other threads to get it
-        # back, which takes longer than the copy. A batch of 20 leaves of 16 KB would take 4 % longer.
+        # back, which takes longer than the copy. A batch of 20 leaves of 16 KB would take 4 % more.
         copy.reshape(-1).view(np.uint8).data[:] = np.asarray(array).reshape(-1).view(np.uint8).data
     else:
         copy[...] = array

@@ -190,17 +190,12 @@ class Pace:
     The stage also reports its tasks, by which a subclass may adapt the number. The stage holds its
     lock while it calls a method, except for `consumer_waits` and `consumer_goes_on`.
 
-    Args:
-        threads: The number of threads.
+    Attributes:
+        threads: The number of threads that should work now.
     """
 
     def __init__(self, threads: int):
-        self._threads = threads
-
-    @property
-    def threads(self) -> int:
-        """The number of threads that should work now."""
-        return self._threads
+        self.threads: int = threads
 
     def limit(self, most: int) -> None:
         """Lowers the largest number of threads, because the system allows no more threads.
@@ -208,7 +203,7 @@ class Pace:
         Args:
             most: The number of threads that have started.
         """
-        self._threads = most
+        self.threads = most
 
     def begun(self, now: float) -> None:
         """Notes that a thread begins a task.
@@ -266,6 +261,7 @@ class ReadPace(Pace):
     ):
         self._fixed, self._process_time = fixed, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
+        super().__init__(self.count.threads)
         self.seconds_per_record: float | None = None  # wall-clock time, in recent reads
         self._active = 0  # number of unfinished reads
         self._waiting = 0  # number of consumers that wait
@@ -275,13 +271,9 @@ class ReadPace(Pace):
         self._window: _Sums | None = None
         self._window_s = 0.0  # least length of the window; 0 for the first, which is one read
 
-    @property
-    def threads(self) -> int:
-        return self.count.threads
-
     def limit(self, most: int) -> None:
         self.count.most = most
-        self.count.threads = min(most, self.count.threads)
+        self.threads = self.count.threads = min(most, self.threads)
 
     def begun(self, now: float) -> None:
         self._pass(now)
@@ -300,7 +292,8 @@ class ReadPace(Pace):
         last = self.seconds_per_record
         self.seconds_per_record = each if last is None else (last + each) / 2
         if self._fixed is not None:
-            self.count.threads, self.count.why = min(self._fixed, self.count.most), "num_threads"
+            self.threads = self.count.threads = min(self._fixed, self.count.most)
+            self.count.why = "num_threads"
             return
         if start < self._changed:
             return  # the task began with another number of threads, so it does not count
@@ -318,6 +311,7 @@ class ReadPace(Pace):
         threads = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
+        self.threads = self.count.threads
         # If there are fewer threads now, a thread that should rest may still read. So the next
         # window begins only when a read ends that began with the new number.
         self._window = None if self.threads < threads else self._new_window(now)
