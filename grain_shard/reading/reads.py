@@ -72,9 +72,12 @@ class Reads(Tasks[tuple[Batch, Progress]]):
             # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
             # After that, no room is wanted, and the next `draw` reports the end.
             return self._buffer_size + 1 if self._under_way else 0
-        # A read of several batches costs less for each batch. So it waits until the buffer has room
-        # for all its batches, but for three quarters of the buffer at most. During the read, the
-        # loop trains on the other batches of the buffer and on the batches on the devices.
+        if not self._reads_many:
+            return 1
+        # A call for many records costs less for each record. So the next call waits until the
+        # buffer has room for all batches of the call. It waits for three quarters of the buffer at
+        # most. During the call, the loop trains on the other batches of the buffer and on the
+        # batches on the devices.
         batches = self._records_at_a_time() // self._batch_size
         return min(sequence.batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
@@ -85,7 +88,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
             return contents
         with self._lock:
             parts = self._draw_left()
-        parts = parts or self._sequence.take(self._records_at_a_time(), room, self._reads_many)
+        parts = parts or self._sequence.take(self._records_at_a_time(), room)
         if not parts:
             raise self._sequence.end or StopIteration
         with self._lock:
@@ -126,16 +129,19 @@ class Reads(Tasks[tuple[Batch, Progress]]):
 
     def _records_at_a_time(self) -> int:
         """Returns the largest number of records for the next read."""
-        # A read of many records costs less for each record. So each thread's read gets an equal
-        # share of the whole buffer. If the share is a batch or more, the first reads are smaller,
+        if not self._reads_many:
+            return min(
+                records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
+            )
+        # A call for many records costs less for each record. So each thread's call gets an equal
+        # share of the whole buffer. If the share is a batch or more, the first calls are smaller,
         # for a fast first batch: one batch, then twice as many batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)
         else:
             part = self._batch_size * min(self._buffer_size // threads, self._sequence.begun + 1)
-        most = records_in_time(self._pace.seconds_per_record)
-        return max(1, min(part, _RECORDS_PER_CALL if self._reads_many else most))
+        return max(1, min(part, _RECORDS_PER_CALL))
 
 
 class _Sequence:
@@ -148,6 +154,8 @@ class _Sequence:
 
     Attributes:
         begun: Number of batches from which records were taken.
+        most_at_a_time: Largest number of records of a read, if records are read one by one. It
+            follows from the size of a row.
         end: StopIteration, or the error that was raised when the next batch was begun. It is raised
             to the user only after all earlier batches. None while records may be taken. Once it is
             set, no record is taken, even of a begun batch.
@@ -156,7 +164,7 @@ class _Sequence:
     def __init__(self, batching: Batching, indices: range, faults: Faults):
         self._builders, self._num_batches = _builders(batching, indices, faults), len(indices)
         self._next: Part | None = None  # records of the last begun batch that no read has yet
-        self.begun = 0
+        self.begun, self.most_at_a_time = 0, 1
         self.end: BaseException | None = None
 
     @property
@@ -169,7 +177,7 @@ class _Sequence:
         """Number of batches that can still be begun."""
         return self._num_batches - self.begun if self.end is None else 0
 
-    def take(self, most: int, room: int, in_one_call: bool) -> list[Part]:
+    def take(self, most: int, room: int) -> list[Part]:
         """Takes the next records, and begins their batches.
 
         An error in beginning a batch is not raised, but kept as `end`.
@@ -177,11 +185,9 @@ class _Sequence:
         Args:
             most: Largest number of records to take.
             room: Largest number of batches to begin.
-            in_one_call: True if one call of the source reads all these records. Otherwise a range
-                has at most as many records as may be kept in memory before they are written.
 
         Returns:
-            A list of ranges, each in one batch; empty if no record can be taken.
+            A list of ranges, one for each batch; empty if no record can be taken.
         """
         parts = list[Part]()
         last = min(self.begun + room, self._num_batches)
@@ -192,10 +198,9 @@ class _Sequence:
                 except BaseException as error:
                     self.end = Raised.of(error).error
                     break
-                self.begun += 1
+                self.begun, self.most_at_a_time = self.begun + 1, builder.template.rows_at_a_time
                 self._next = Part(builder, 0, builder.size)
-            at_once = most if in_one_call else self._next.sink.template.rows_at_a_time
-            drawn, rest = self._next.cut(min(most, at_once))
+            drawn, rest = self._next.cut(most)
             self._next = rest[0] if rest else None
             most -= drawn.stop - drawn.start
             parts.append(drawn)
