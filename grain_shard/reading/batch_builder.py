@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grain_shard.errors import BadRecordsError
+from grain_shard.grain_inside.array_rows import ArrayRows
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.cuts import Progress
@@ -24,6 +25,10 @@ from grain_shard.reading.stack import RowTemplate, Stack
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
+
+# Rows that are gathered from arrays need no memory besides the batch. So this many times as many of
+# them are written at a time: 8 MiB. To write 1 MiB at a time would take a tenth longer.
+_GATHERED = 8
 
 
 @dataclass(eq=False)
@@ -76,13 +81,14 @@ class BatchBuilder:
             The number of elements written, at least one.
         """
         first, count = 0, len(elements)
+        gathers = isinstance(elements, ArrayRows) and not self.route.steps
         while first < count and (not first or time.perf_counter() < until):
             # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
-            some, begin = elements[first : first + self.template.rows_at_a_time], start + first
-            rows = some
+            most = self.template.rows_at_a_time * (_GATHERED if gathers else 1)
+            rows, begin = elements[first : first + most], start + first
             if self.route.steps:
                 with span(READ, part=MAP if self.route.runs_no_function else None):
-                    rows = self.route.finish(some, until, self.faults, begin)
+                    rows = self.route.finish(rows, until, self.faults, begin)
             with span(BATCH):
                 self._leave_out_bad(rows, begin)
                 self._put(rows, begin)

@@ -21,7 +21,7 @@ from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
-_BYTES_AT_A_TIME = 2**23
+_BYTES_AT_A_TIME = 2**20
 # The structure of all rows is learned from the first readable record. At most this many records are
 # tried.
 _MOST_LOOKED_AT = 1000
