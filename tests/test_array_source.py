@@ -11,7 +11,7 @@ import zarr
 from numpy.lib.stride_tricks import sliding_window_view
 
 import grain_shard
-from grain_shard import ArraySource, BatchSchedule, ShardingError
+from grain_shard import ArraySource, BatchSchedule, HedgedSource, ShardingError
 from tests.conftest import data_mesh
 from tests.pipelines import assert_same_batches, shared_out
 
@@ -235,6 +235,23 @@ def test_a_record_that_does_not_exist(index):
         IndexError, match=f"there is no record {index}: the source has {RECORDS} records"
     ):
         ArraySource(arrays())[index]
+
+
+class TenTimes(ArraySource):
+    def _getitems(self, indices):
+        return [{"x": record["x"] * 10} for record in super()._getitems(indices)]
+
+
+def test_a_read_that_a_subclass_overrides_is_its_own(mesh):
+    ds = grain.MapDataset.source(TenTimes({"x": np.arange(16)})).batch(8).shard_to(mesh)
+    assert [np.asarray(b["x"]).tolist() for b in ds] == [[*range(0, 80, 10)], [*range(80, 160, 10)]]
+
+
+def test_a_hedged_source_of_arrays_watches_its_reads(mesh):
+    hedged = HedgedSource(ArraySource({"x": np.arange(16)}))
+    ds = grain.MapDataset.source(hedged).batch(8).shard_to(mesh)
+    assert [np.asarray(b["x"]).tolist() for b in ds] == [[*range(8)], [*range(8, 16)]]
+    assert hedged.answered > 0
 
 
 @pytest.mark.parametrize("index", [1.0, "x", slice(3), None])

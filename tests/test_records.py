@@ -10,7 +10,7 @@ from grain_shard import mix
 from grain_shard.grain_inside import index_shuffle, routes
 from grain_shard.grain_inside.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
-from tests.counting_source import BatchedSource, bad, nothing
+from tests.counting_source import BatchedSource, Source, bad, nothing
 
 LENGTHS = (
     *(1, 2, 3, 5, 255, 256, 257, 1000, 16383, 16384, 16385, 65535, 65536, 65537, 65538),
@@ -132,6 +132,23 @@ def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error
     cause = failure.value.__cause__ if error is StopIteration else failure.value
     assert "record 13" in str(cause)
     assert any("record 13 of the dataset" in note for note in cause.__notes__)
+
+
+def test_a_source_is_asked_once_for_its_length_to_read_a_record():
+    """A source may compute its length in a slow call."""
+
+    class SlowlyCounted(Source):
+        asked = 0
+
+        def __len__(self):
+            self.asked += 1
+            return super().__len__()
+
+    source = SlowlyCounted(400, nothing)
+    route = routes.route(grain.MapDataset.source(source), np.array([7]))
+    source.asked = 0
+    assert list(route.read()) == [7]
+    assert source.asked == 1
 
 
 @pytest.mark.parametrize("count", [3, 5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +18,6 @@ class Columns(NamedTuple):
 
     arrays: Sequence[np.ndarray]
     structure: Any
-
-
-class GatheredSource(ABC):
-    """A source whose records are rows of arrays, and are gathered straight into a batch."""
-
-    @abstractmethod
-    def rows(self, indices: np.ndarray) -> ArrayRows:
-        """Returns the records with the given indices, int64[n]."""
 
 
 class ArrayRows(Sequence[Any]):

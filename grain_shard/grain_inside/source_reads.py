@@ -7,15 +7,21 @@ each record, which takes 2 us or more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.array_rows import GatheredSource
 from grain_shard.grain_inside.nodes import SOURCE
 
+R = TypeVar("R", bound=Callable[..., Any])
 BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], to n records
+
+
+def takes_array(read: R) -> R:
+    """Marks a batched read of a source that takes its indices as int64[n], besides as a list."""
+    read.__dict__["takes_array"] = True
+    return read
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
@@ -33,10 +39,11 @@ def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
     """
     if type(ds) is not SOURCE:
         return None
-    source, length = getattr(ds, "_source", None), len(ds)
-    if isinstance(source, GatheredSource):
-        return lambda indices: source.rows(indices % length)
+    source = getattr(ds, "_source", None)
     for name in ("_getitems", "__getitems__"):  # the second is used by PyTorch and array_record
         if (read := getattr(source, name, None)) is not None:
+            length = len(ds)  # computed once: a source may compute its length in a slow call
+            if getattr(read, "takes_array", False):
+                return lambda indices: read(indices % length)
             return lambda indices: read((indices % length).tolist())
     return None
