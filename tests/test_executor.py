@@ -1,10 +1,12 @@
 """`executor=`: batches made by any `concurrent.futures.Executor`, bit for bit those of threads."""
 
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
 import grain
@@ -157,9 +159,32 @@ def test_bad_records_are_masked_and_counted(executor, mesh):
         list(ds.shard_to(mesh, max_bad_records=1, **options))
 
 
-def on_two_hosts():
+@contextlib.contextmanager
+def opened_by_a_host(kind, address):
+    """An executor for one host. The workers of Dask and Ray serve both hosts."""
+    if kind == "threads":
+        with concurrent.futures.ThreadPoolExecutor(2) as executor:
+            yield executor
+    elif kind == "processes":
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+            yield executor
+    elif kind == "dask":
+        import distributed
+
+        with distributed.Client(address) as client:
+            yield client.get_executor()
+    else:
+        import ray
+
+        ray.init(address=address)
+        yield OfRay()
+        ray.shutdown()
+
+
+def on_two_hosts(kind, address):
     mesh, ds = jax.make_mesh((4,), ("data",)), records().batch(GLOBAL_BATCH_SIZE)
-    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+    with opened_by_a_host(kind, address) as executor:
         for batch, like in zip(
             ds.shard_to(mesh, executor=executor), ds.shard_to(mesh), strict=True
         ):
@@ -171,9 +196,19 @@ def on_two_hosts():
     return True
 
 
+def address_of(kind, executor):
+    """The address at which a host finds the workers; None if a host starts its own."""
+    if kind == "dask":
+        return executor._client.scheduler.address
+    return sys.modules["ray"].get_runtime_context().gcs_address if kind == "of_ray" else None
+
+
 @pytest.mark.slow
-def test_two_hosts_have_the_batches_of_threads():
-    assert rehearse.run(on_two_hosts, hosts=2, devices_per_host=2) == [True, True]
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_two_hosts_have_the_batches_of_threads(kind, request):
+    address = address_of(kind, request.getfixturevalue(kind))
+    hosts = rehearse.run(on_two_hosts, kind, address, hosts=2, devices_per_host=2)
+    assert hosts == [True, True]
 
 
 class TestALostWorker:
