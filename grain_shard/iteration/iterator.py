@@ -218,11 +218,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return Cursor(run, opened.position)
 
     def __next__(self) -> Batch:
-        self._require_open()
+        self.start_prefetch()
         is_first = not self._at.taken and self.position == self._beginning
         if is_first:
             self._passes.begins()
-        self.start_prefetch()
         at = self._at
         at.run.together.check()
         if at.pending is None:

@@ -131,7 +131,7 @@ class Read(Task[Any]):
         self.sink: Sink = parts[0].sink
         self.begins: int = begins
         self.size: int = 0
-        self.is_new: bool = all(part.elements is None for part in parts)
+        self.is_new: bool = parts[0].elements is None
         self.left: list[Part] = []
         self.seconds = 0.0
 
