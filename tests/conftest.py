@@ -125,38 +125,6 @@ def to_numpy(batch):
     return jax.tree.map(np.asarray, batch)
 
 
-def read_for_batches(read, num_records):
-    """Returns the reads that a host makes for its batches, without those for the comparison.
-
-    To compare contents, a host reads the first and the middle record once more.
-
-    Args:
-        read: All reads, each an index or a tuple that begins with the index.
-        num_records: Number of records of the source.
-    """
-    left = list(read)
-    for index in sorted({0, num_records // 2}):
-        left.remove(next(one for one in left if index in (one, np.ravel(one)[0])))
-    return left
-
-
-class CountingSource:
-    """A source whose records are their own indices. Each index that is read goes into `read`."""
-
-    def __init__(self, num_records):
-        self._num_records, self.read = num_records, []
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        self.read.append(int(index))
-        return int(index)
-
-    def __repr__(self):  # the same on every host
-        return f"CountingSource({self._num_records})"
-
-
 class Restorable:
     """Stands for a user's own iterator over batches, with a state.
 

@@ -30,7 +30,7 @@ class Source:
         requests: Number of reads so far, by index.
     """
 
-    def __init__(self, num_records, on_read):
+    def __init__(self, num_records, on_read=nothing):
         self._num_records, self._on_read = num_records, on_read
         self.requests = collections.Counter()
         self._lock = threading.Lock()
@@ -43,6 +43,16 @@ class Source:
 
     def __len__(self):
         return self._num_records
+
+    def __repr__(self):  # the same on every host
+        return f"Source({self._num_records})"
+
+    def read_for_batches(self):
+        """Returns the indices of the reads that a host makes for its batches, in any order.
+
+        To compare contents, a host reads the first and the middle record once more.
+        """
+        return list((self.requests - collections.Counter({0, len(self) // 2})).elements())
 
     def __getitem__(self, index):
         with self._lock:
@@ -59,7 +69,7 @@ class BatchedSource(Source):
         calls: The list of indices of each such call.
     """
 
-    def __init__(self, num_records, on_read):
+    def __init__(self, num_records, on_read=nothing):
         super().__init__(num_records, on_read)
         self.calls = []
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from grain_shard.errors import AgreementError
 from grain_shard.hosts import absences
 from grain_shard.hosts.absences import Absences
 from tests.on_hosts import KeyValues
@@ -70,12 +69,3 @@ def test_a_host_says_that_it_has_no_data(waits):
     waits(of, 11)
     of.without_data("7")
     assert rounds.get_all("absent") == {0: ["7", NO_DATA]}
-
-
-def test_a_host_without_data_learns_that_others_have_given_up(waits):
-    rounds = rounds_with({})
-    rounds.put_once("7 verdict", {"error": "they have given up"})
-    of = Absences(rounds)
-    waits(of, 11)
-    with pytest.raises(AgreementError, match="given up"):
-        of.without_data("7")

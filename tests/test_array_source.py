@@ -30,34 +30,33 @@ def in_memory(tmp_path):
     return arrays()
 
 
-def memory_mapped(tmp_path):
-    def mapped(path, array):
-        file = tmp_path / f"{jax.tree_util.keystr(path)}.bin"
-        array.tofile(file)
-        return np.memmap(file, array.dtype, mode="r", shape=array.shape)
+def stored(store):
+    """The same tree of what `store` makes of each array and of its name."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: store(jax.tree_util.keystr(path), array), arrays()
+    )
 
-    return jax.tree_util.tree_map_with_path(mapped, arrays())
+
+def memory_mapped(tmp_path):
+    def store(name, array):
+        array.tofile(tmp_path / name)
+        return np.memmap(tmp_path / name, array.dtype, mode="r", shape=array.shape)
+
+    return stored(store)
 
 
 def hdf5(tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
-        for path, array in jax.tree_util.tree_leaves_with_path(arrays()):
-            file[jax.tree_util.keystr(path)] = array
+        stored(lambda name, array: file.create_dataset(name, data=array))
     file = h5py.File(tmp_path / "data.h5", "r")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, array: file[jax.tree_util.keystr(path)], arrays()
-    )
+    return stored(lambda name, array: file[name])
 
 
 def in_zarr(tmp_path):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, array: zarr.array(
-            array,
-            store=tmp_path / f"{jax.tree_util.keystr(path)}.zarr",
-            chunks=(7, *array.shape[1:]),
-        ),
-        arrays(),
-    )
+    def store(name, array):
+        return zarr.array(array, store=tmp_path / name, chunks=(7, *array.shape[1:]))
+
+    return stored(store)
 
 
 def on_a_device(tmp_path):
@@ -94,21 +93,20 @@ CHOICES = {
 }
 
 
+PIPELINES = {
+    **{name: lambda source, c=choice: c(source).batch(16) for name, choice in CHOICES.items()},
+    "a schedule of batches": lambda source: grain.MapDataset.source(source).pipe(
+        BatchSchedule({0: 8, 2: 16})
+    ),
+    "feeds": lambda source: shared_out(grain.MapDataset.source(source), 2, 16, grain.ReadOptions()),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("choice", CHOICES)
-def test_batches_are_those_of_records_read_one_by_one(kind, choice, tmp_path, mesh, hints):
-    def batches(source):
-        return CHOICES[choice](source).batch(16).shard_to(mesh)
-
-    assert_same_batches(batches(ArraySource(kind(tmp_path))), batches(one_by_one()))
-
-
-def test_a_schedule_of_batches(mesh):
-    def batches(source):
-        schedule = BatchSchedule({0: 8, 2: 16})
-        return grain.MapDataset.source(source).pipe(schedule).shard_to(mesh)
-
-    assert_same_batches(batches(ArraySource(arrays())), batches(one_by_one()))
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+def test_batches_are_those_of_records_read_one_by_one(kind, pipeline, tmp_path, mesh, hints):
+    ours, expected = pipeline(ArraySource(kind(tmp_path))), pipeline(one_by_one())
+    assert_same_batches(ours.shard_to(mesh), expected.shard_to(mesh))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -126,23 +124,15 @@ def only_slices(rows, index, getitem=grain_shard.grain_inside.array_rows.ArrayRo
 
 
 def test_a_map_gets_records_that_it_may_change(mesh):
-    tree = arrays()
-
     def brighter(record):
         record["image"] += 1
         return record
 
+    tree = arrays()
     ds = grain.MapDataset.source(ArraySource(tree)).map(brighter).batch(10).shard_to(data_mesh(2))
     found = np.concatenate([np.asarray(batch["image"]) for batch in ds])
     np.testing.assert_array_equal(found, arrays()["image"] + 1)
     np.testing.assert_array_equal(tree["image"], arrays()["image"])
-
-
-def test_feeds_take_the_records(mesh):
-    records = grain.MapDataset.source(ArraySource(arrays()))
-    ds = shared_out(records, 2, 10, grain.ReadOptions()).shard_to(data_mesh(2))
-    found = np.concatenate([np.asarray(batch["pair"][0]) for batch in ds])
-    assert sorted(found.tolist()) == list(range(RECORDS))
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The largest batch that fits, from XLA's accounting of the compiled step."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,10 +51,8 @@ def test_a_step_with_activations_fits_and_a_larger_one_does_not():
         return jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(batch @ w) @ w)))(weights)
 
     def held_bytes(batch_size):
-        memory = jax.jit(step).lower(weights, make_batch(batch_size)).compile().memory_analysis()
-        return (
-            memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        )
+        of = jax.jit(step).lower(weights, make_batch(batch_size)).compile().memory_analysis()
+        return of.argument_size_in_bytes + of.output_size_in_bytes + of.temp_size_in_bytes
 
     weights = jax.ShapeDtypeStruct((KB, KB), jnp.float32)
     limit = 256 * MB
@@ -97,18 +97,10 @@ def test_a_step_under_nnx_jit():
 
 
 def test_a_device_that_tells_its_limit_need_not_be_told(monkeypatch):
-    class FakeDevice:
-        device_kind = "NVIDIA H200"
-
-        def memory_stats(self):
-            return {"bytes_limit": MB, "bytes_in_use": 5}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice()])
+    stats = {"bytes_limit": MB, "bytes_in_use": 5}
+    device = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert estimate_max_batch_size(weighted_rows, make_batch, WEIGHTS) == 120
-
-
-def without_the_batch(weights, batch):
-    return weights.sum()
 
 
 @pytest.mark.parametrize(
@@ -123,8 +115,8 @@ def without_the_batch(weights, batch):
             "With a batch of 8 rows the step takes 69,632 bytes on a device, which has",
         ),
         (weighted_rows, lambda batch_size: make_batch(4), MB, "of the same size"),
-        (without_the_batch, make_batch, MB, "the step does not use the batch"),
-        (without_the_batch, make_batch, 2**30, "the step does not use the batch"),
+        (lambda w, batch: w.sum(), make_batch, MB, "the step does not use the batch"),
+        (lambda w, batch: w.sum(), make_batch, 2**30, "the step does not use the batch"),
     ],
 )
 def test_refusals(step, make, limit, problem):

@@ -31,6 +31,7 @@ from benchmarks.saved import read_json, write_json
 from benchmarks.tables import tables
 
 ROOT = Path(__file__).parent.parent
+NAMED = {group.name: group for group in GROUPS}
 
 
 def test_every_round_runs_all_sides_in_turn_and_the_first_does_not_count():
@@ -87,16 +88,15 @@ def test_p1_is_printed_whatever_a_peer_raises(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Run, "rounds", lambda run, quick, full: 1)
     monkeypatch.setitem(reading.PIPELINES, "datarax", broken)
     monkeypatch.setitem(reading.PIPELINES, "flax", missing)
-    (group,) = (group for group in GROUPS if group.name == "reading")
-    measured = results(group, Run(True, tmp_path))
+    measured = results(NAMED["reading"], Run(True, tmp_path))
     assert len(tries) == 1, "it is not run again"
     empty = {result.comparison.theirs: result.skipped for result in measured if not result.values}
     assert empty == {
         "datarax": "datarax failed: ValueError: no indexed access",
         "flax": "flax is not installed",
     }
-    assert not any(has_failed(group, result) for result in measured)
-    print_tables([(group, measured)])
+    assert not any(has_failed(NAMED["reading"], result) for result in measured)
+    print_tables([(NAMED["reading"], measured)])
     shown = capsys.readouterr().out
     for word in ("P1", "P2", "P3", "P8", "datarax failed:"):
         assert f"  {word} " in shown
@@ -107,9 +107,8 @@ def test_a_side_of_ours_that_fails_is_a_failure(tmp_path):
         raise ValueError
 
     sides = {"ours": broken, "theirs": lambda: 1.0}
-    compared = [comparison("ours / theirs", None)]
     for measure in (lambda run: interleave(sides, 1), lambda run: broken()):
-        group = Group("reading", "Reading", measure, compared)
+        group = Group("reading", "Reading", measure, [comparison("ours / theirs", None)])
         (result,) = results(group, Run(True, tmp_path))
         assert has_failed(group, result)
 
@@ -118,8 +117,8 @@ def test_a_client_without_an_environment_is_skipped_with_the_command_that_makes_
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (group,) = (group for group in GROUPS if group.name == "clients")
-    found = {r.comparison.theirs: r.skipped for r in results(group, Run(True, tmp_path))}
+    measured = results(NAMED["clients"], Run(True, tmp_path))
+    found = {result.comparison.theirs: result.skipped for result in measured}
     command = "not installed: python -m tests.clients --python"
     assert found["MaxText"] == found["MaxText, a worker"] == f"{command} maxtext"
     assert found["Levanter, processor"] == f"{command} levanter"
@@ -169,13 +168,14 @@ TWO_ROUNDS = [
 SUBJECT = Group(
     "subject",
     "What is measured",
-    lambda run: TWO_ROUNDS if run.folder.name == "two" else TWO_ROUNDS[:1],
+    lambda run: TWO_ROUNDS,
     [
         comparison("ours / theirs", Goal("at least", 4.0)),
         dataclasses.replace(comparison("ours / theirs", None, theirs="other"), against="another"),
         alone("P2", "files", "files", "files", Goal("at most", 2)),
     ],
 )
+MEASURED = results(SUBJECT, Run(True, Path()))
 CONDITIONS = {
     "date": "2026-01-01 00:00 UTC",
     "machine": "a machine",
@@ -188,9 +188,8 @@ CONDITIONS = {
 
 
 def test_what_is_measured_alone_has_a_table_of_its_own():
-    measured = results(SUBJECT, Run(True, Path("two")))
     beside, by_itself = (
-        [" | ".join(row) for row in [table.header, *table.rows]] for table in tables(measured)
+        [" | ".join(row) for row in [table.header, *table.rows]] for table in tables(MEASURED)
     )
     assert beside == [
         "# | goal met? | what | against | measured | goal | ours | theirs",
@@ -205,7 +204,7 @@ def test_what_is_measured_alone_has_a_table_of_its_own():
 
 def test_the_page_has_a_section_for_each_group_also_from_what_a_run_has_saved(tmp_path):
     other = dataclasses.replace(SUBJECT, name="other", title="What else is measured")
-    measured = [(group, results(group, Run(True, Path("two")))) for group in (SUBJECT, other)]
+    measured = [(SUBJECT, MEASURED), (other, MEASURED)]
     write_page(measured, CONDITIONS, tmp_path / "RESULTS.md")
     page = (tmp_path / "RESULTS.md").read_text()
     headings = [line for line in page.splitlines() if line.startswith("#")]
@@ -219,12 +218,11 @@ def test_the_page_has_a_section_for_each_group_also_from_what_a_run_has_saved(tm
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"what": "sorting"}, {"against": "another peer"}, {"compared": "ours - theirs"}],
+    "change", [{"what": "sorting"}, {"against": "another peer"}, {"compared": "ours - theirs"}]
 )
 def test_results_of_other_comparisons_are_refused(tmp_path, change):
     saved = tmp_path / "saved.json"
-    write_json([(SUBJECT, results(SUBJECT, Run(True, Path("two"))))], CONDITIONS, saved)
+    write_json([(SUBJECT, MEASURED)], CONDITIONS, saved)
     others = [dataclasses.replace(SUBJECT.comparisons[0], **change)]
     with pytest.raises(ValueError, match=r"saved\.json has no result of subject, .*; measure all"):
         read_json(saved, [dataclasses.replace(SUBJECT, comparisons=others)])
@@ -239,14 +237,13 @@ def test_the_committed_page_has_every_group_and_number():
 
 
 def test_the_picture_has_a_bar_for_each_of_three_others(tmp_path):
-    (group,) = (group for group in GROUPS if group.name == "reading")
     rates = {"grain_shard": 4.0, "Grain's guide": 1.0, "Grain tuned": 2.0, "by hand": 3.0}
     rates |= {"datarax": Skip("not installed"), "flax": 1.0, "without a mask": 5.0}
-    measured = dataclasses.replace(group, measure=lambda run: [rates])
+    group = dataclasses.replace(NAMED["reading"], measure=lambda run: [rates])
     picture = tmp_path / "results.png"
-    assert write_chart([(measured, results(measured, Run(True, tmp_path)))], picture)
+    assert write_chart([(group, results(group, Run(True, tmp_path)))], picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not write_chart([(SUBJECT, results(SUBJECT, Run(True, Path("two"))))], picture)
+    assert not write_chart([(SUBJECT, MEASURED)], picture)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import grain_shard
 from grain_shard import (
     BatchLayout,
     BatchSchedule,
@@ -35,8 +34,6 @@ from tests.conftest import (
 )
 from tests.pipelines import after, feeds_of, flat, going_on
 
-slow = pytest.mark.slow
-
 
 def records(num_records=58):
     """Shuffled and augmented, so that a record read twice or elsewhere is seen."""
@@ -46,6 +43,16 @@ def records(num_records=58):
         .shuffle()
         .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=2)})
     )
+
+
+def noted(num_records, read):
+    """Records in order, each of which adds its index to the list `read` when it is read."""
+
+    def record(i):
+        read.append(i)
+        return {"id": np.int32(i)}
+
+    return grain.MapDataset.range(num_records).map(record)
 
 
 def in_order(num_records=58, epochs=1):
@@ -67,7 +74,8 @@ def rows(batches):
     return flat(ids(batches))
 
 
-GROWING = {0: 3, 4: 10, 7: 16}
+slow = pytest.mark.slow
+GROWING, DROP, WORKERS = {0: 3, 4: 10, 7: 16}, {"remainder": "drop"}, {"num_workers": 2}
 # By name: the sizes of the run, which may be a schedule; the batches until it stops; the sizes with
 # which it goes on; the rows of the batches then; and the options.
 GOING_ON = {
@@ -78,10 +86,7 @@ GOING_ON = {
     "larger than what is left": (8, 3, 48, [34], {}),
     "larger than the epoch": (8, 3, 100, [34], {}),
     "epochs keep their borders": (5, 2, 4, [2] + [4] * 6, {"num_records": 12, "epochs": 3}),
-    "what a larger batch would have dropped": (
-        *(8, 2, 4, [4]),
-        {"num_records": 20, "remainder": "drop"},
-    ),
+    "what a larger one would have dropped": (8, 2, 4, [4], {"num_records": 20, **DROP}),
     "a schedule, then a size": ({0: 4, 3: 16}, 4, 8, [8, 8, 8, 6], {}),
     # Its third step is of 4, the next ones of 16.
     "a size, then a schedule": (8, 2, {0: 4, 3: 16}, [4, 16, 16, 6], {}),
@@ -90,13 +95,10 @@ GOING_ON = {
     "a schedule, at a change": (GROWING, 4, GROWING, [10, 10, 10, 16], {}),
     "a schedule, after a change": (GROWING, 5, GROWING, [10, 10, 16], {}),
     "a schedule, at its end": (GROWING, 8, GROWING, [], {}),
-    **{
-        f"{name}, in worker processes": pytest.param(*case, {"num_workers": 2}, marks=slow)
-        for name, case in {
-            "larger": (8, 3, 12, [12, 12, 10]),
-            "a schedule": (GROWING, 1, GROWING, [3, 3, 3, 10, 10, 10, 16]),
-        }.items()
-    },
+    "larger, in workers": pytest.param(8, 3, 12, [12, 12, 10], WORKERS, marks=slow),
+    "a schedule, in workers": pytest.param(
+        GROWING, 1, GROWING, [3, 3, 3, 10, 10, 10, 16], WORKERS, marks=slow
+    ),
 }
 
 
@@ -212,14 +214,11 @@ class TestWhereNoOtherSizeCanBeHad:
     def test_where_batches_are_made_as_a_whole_now_and_were_not_it_says_that(self):
         by_record = sharded(8)
         whole = records().batch(8, batch_fn=stack).shard_to(data_mesh(4))
+        in_batches = "counts its position in batches"
         with iter(by_record) as one, iter(whole) as other:
-            with pytest.raises(
-                StateError, match="the current pipeline counts its position in batches"
-            ):
+            with pytest.raises(StateError, match=f"the current pipeline {in_batches}"):
                 other.set_state(one.get_state())
-            with pytest.raises(
-                StateError, match="the pipeline of the state counts its position in batches"
-            ):
+            with pytest.raises(StateError, match=f"the pipeline of the state {in_batches}"):
                 one.set_state(other.get_state())
 
 
@@ -239,9 +238,9 @@ def test_a_position_that_cannot_be_is_refused_and_changes_nothing(key, value):
         state = {**iterator.get_state(), key: value}
         if value is None:
             del state[key]
-        with pytest.raises(grain_shard.StateError, match="remedy: ") as refused:
+        with pytest.raises(StateError, match="remedy: ") as refusal:
             iterator.set_state(state)
-        assert key in str(refused.value)
+        assert key in str(refusal.value)
         assert ids([next(iterator)]) == [list(range(16, 24))]
 
 
@@ -313,12 +312,7 @@ class TestBatchSchedule:
 
     def test_a_host_reads_its_rows_and_no_others(self):
         seen = []
-
-        def record(i):
-            seen.append(i)
-            return {"id": np.int32(i)}
-
-        ds = grain.MapDataset.range(20).map(record).pipe(BatchSchedule({0: 4, 2: 8}))
+        ds = noted(20, seen).pipe(BatchSchedule({0: 4, 2: 8}))
         of_host = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1, 3))))
         assert ids([of_host[k] for k in range(4)]) == [[1, 3], [5, 7], [10, 11, 14, 15], [18, 19]]
         assert seen == [1, 3, 5, 7, 10, 11, 14, 15, 18, 19]
@@ -399,13 +393,8 @@ class TestSeek:
 
     def test_it_reads_nothing_in_vain(self):
         read = []
-
-        def record(i):
-            read.append(i)
-            return {"id": np.float32(0)}
-
-        ds = grain.MapDataset.range(10**12).map(record).batch(8).shard_to(data_mesh(4))
-        with iter(ds) as iterator:
+        ds = grain.MapDataset.range(10**12).map(lambda i: read.append(i) or {"id": np.int32(0)})
+        with iter(ds.batch(8).shard_to(data_mesh(4))) as iterator:
             iterator.seek(10**11)
             assert read == []
             next(iterator)
@@ -445,10 +434,7 @@ class TestSeek:
     def test_a_stream_and_feeds_say_what_to_do(self):
         stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
         for ds in (stream, in_feeds(8)):
-            with (
-                iter(ds) as iterator,
-                pytest.raises(ShardingError, match="to go on from a saved state"),
-            ):
+            with iter(ds) as iterator, refused("to go on from a saved state"):
                 iterator.seek(3)
 
 
@@ -505,13 +491,7 @@ class TestEpochs:
 
     def test_the_next_epochs_first_batch_is_ready_when_an_epoch_ends(self):
         read = []
-
-        def record(i):
-            read.append(i)
-            return {"id": np.int32(i)}
-
-        ds = grain.MapDataset.range(16).map(record).batch(8)
-        with ds.shard_to(data_mesh(4)).epochs(2) as epochs:
+        with noted(16, read).batch(8).shard_to(data_mesh(4)).epochs(2) as epochs:
             assert ids(next(epochs)) == [list(range(8)), list(range(8, 16))]
             eventually(lambda: len(read) == 32)
 
@@ -682,33 +662,34 @@ class TestASecondPass:
 
 
 @st.composite
-def sizes(draw):
-    steps = [0, *sorted(draw(st.sets(st.integers(1, 8), max_size=2)))]
-    found = {step: draw(st.integers(1, 20)) for step in steps}
-    return found[0] if len(found) == 1 else found
+def schedules(draw, largest):
+    steps = [0, *draw(st.sets(st.integers(1, 8), max_size=2).map(sorted))]
+    return {step: draw(st.integers(1, largest)) for step in steps}
 
 
 @hypothesis.settings(deadline=None, max_examples=40)
-@hypothesis.given(data=st.data(), epochs=st.integers(1, 3))
-def test_valid_rows_are_the_same_records_whatever_the_sizes_meshes_and_interruptions(data, epochs):
+@hypothesis.given(data=st.data(), epochs=st.integers(1, 3), drops=st.booleans())
+def test_records_come_in_order_whatever_the_sizes_meshes_and_interruptions(data, epochs, drops):
+    """``remainder="drop"`` leaves out the end of an epoch if it is too short for a batch."""
     num_records = data.draw(st.integers(1, 40), label="records")
-    seen, state = [], None
-    for _ in range(4):
-        ds = sharded(
-            data.draw(sizes(), label="sizes"),
-            num_records,
-            epochs,
-            devices=data.draw(st.sampled_from([1, 2, 4, 8]), label="devices"),
-        )
+    everything, stop, state = in_order(num_records, epochs), 0, None
+    for most_batches in (5, 5, 5, 5, None):
+        sizes = data.draw(schedules(num_records if drops else 20), label="sizes")
+        devices = 1 if drops else data.draw(st.sampled_from([1, 2, 4, 8]), label="devices")
+        remainder = "drop" if drops else "pad"
+        cut_by = sizes if len(sizes) > 1 else sizes[0]  # a schedule, or the size of `.batch`
+        ds = sharded(cut_by, num_records, epochs, devices, remainder=remainder)
+        taken = most_batches and data.draw(st.integers(0, most_batches), label="batches")
         with iter(ds) as iterator:
             if state is not None:
                 iterator.set_state(state)
-            for _ in range(data.draw(st.integers(0, 5), label="steps")):
-                batch = next(iterator, None)
-                seen += rows([batch] if batch is not None else [])
+            for batch in ids(itertools.islice(iterator, taken)):
+                left = -stop % num_records  # records of the epoch
+                start = stop + left if drops and left < len(batch) else stop
+                stop = start + len(batch)
+                assert batch == everything[start:stop]
             state = json.loads(json.dumps(iterator.get_state()))
-    seen += flat(going_on(sharded(7, num_records, epochs), state))
-    assert seen == in_order(num_records, epochs)
+    assert stop == len(everything) or (drops and len(everything) - stop < max(sizes.values()))
 
 
 @pytest.mark.parametrize("size", [3, 12, 100, 768])

@@ -23,6 +23,7 @@ import grain_shard.placement
 import grain_shard.training
 from grain_shard.placement import distribute_batch
 from grain_shard.training import create_1d_mesh
+from tests.conftest import ids, numbered
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parent / "docs" / "coming_from.md").read_text()
@@ -47,15 +48,13 @@ ELSEWHERE = {
         "`dataset.shard(num_hosts",
         "`.batch(per_host)`",
     ),
-    "test_hosts_streams.py: test_local_rows_are_those_of_each_hosts_own_slice": (
+    "test_hosts_streams.py: test_hosts_with_streams_stop_together_and_lose_or_repeat_nothing": (
         "`ShardByJaxProcess()` on the source",
     ),
     "test_changing_runs.py: TestEpochs": ("`for epoch in range(n)",),
     "test_contract.py: TestState": ("a sampler's state",),
-    "test_contract.py: test_the_batches_are_grains_own_in_order": (
-        "`experimental_distribute_dataset`",
-    ),
     "test_contract.py: test_concatenated_valid_rows_are_the_records_in_order": (
+        "`experimental_distribute_dataset`",
         "`grain.DataLoader(source, sampler, operations)`",
     ),
     "test_lifecycle.py: TestMemory": ("`prefetch(AUTOTUNE)`",),
@@ -167,14 +166,6 @@ def signature_of(function):
     return [(p.kind, p.name if p.kind == named else "") for p in parameters]
 
 
-def numbers(count):
-    return grain.MapDataset.range(count).map(lambda i: {"id": i})
-
-
-def ids_of(batches):
-    return [np.asarray(b["id"])[np.asarray(b["valid_mask"])].tolist() for b in batches]
-
-
 @row("`DeviceMeshManager.create_device_mesh(")
 def device_mesh(mesh):
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
@@ -194,7 +185,7 @@ def mesh_info(mesh):
 
 @row("`reduce_mean(metrics)`")
 def reductions(mesh):
-    (batch,) = numbers(6).batch(8).shard_to(mesh)
+    (batch,) = numbered(6, 8).shard_to(mesh)
     with jax.set_mesh(mesh):
         reduced = jax.jit(lambda x: (jnp.mean(x), jnp.sum(x), jnp.max(x), jnp.min(x)))(batch["id"])
         mask = batch["valid_mask"]
@@ -209,9 +200,8 @@ def collectives(mesh):
         gathered = jax.lax.all_gather(x, "data", tiled=True)
         return jax.lax.pmean(x, "data"), jax.lax.psum(x, "data"), gathered[None]
 
-    reduced = jax.shard_map(
-        reduce, mesh=mesh, in_specs=P("data"), out_specs=(P(), P(), P("data")), check_vma=False
-    )
+    specs = {"in_specs": P("data"), "out_specs": (P(), P(), P("data"))}
+    reduced = jax.shard_map(reduce, mesh=mesh, **specs, check_vma=False)
     mean, total, gathered = reduced(distribute_batch(np.arange(8.0), mesh))
     assert (float(mean[0]), float(total[0])) == (3.5, 28)
     np.testing.assert_array_equal(np.asarray(gathered)[5], np.arange(8))
@@ -219,15 +209,14 @@ def collectives(mesh):
 
 @row("`collect_from_devices(metrics)`")
 def collected(mesh):
-    (batch,) = numbers(8).batch(8).shard_to(mesh)
+    (batch,) = numbered(8, 8).shard_to(mesh)
     assert [int(x) for x in list(batch["id"])] == list(range(8))
 
 
 @row("`.to_iter_dataset()`", "`.to_iter_dataset(ReadOptions(8, 32))`")
 def read_options(mesh):
-    batches = numbers(16).batch(8)
-    plain = ids_of(batches.shard_to(mesh))
-    assert ids_of(batches.to_iter_dataset().shard_to(mesh)) == plain
+    batches = numbered(16, 8)
+    assert ids(batches.to_iter_dataset().shard_to(mesh)) == ids(batches.shard_to(mesh))
 
     def threads_and_buffer(read_options, **options):
         ds = batches.to_iter_dataset(grain.ReadOptions(*read_options)).shard_to(mesh, **options)
@@ -243,7 +232,7 @@ def read_options(mesh):
 
 @row("`assert_equal_output_after_checkpoint(ds)`")
 def output_after_checkpoint(mesh):
-    ds = numbers(30).batch(8).shard_to(mesh)
+    ds = numbered(30, 8).shard_to(mesh)
     with pytest.raises(ValueError, match="truth value"):
         grain.experimental.assert_equal_output_after_checkpoint(ds)
     as_numpy = ds.map(lambda batch: jax.tree.map(np.asarray, batch))

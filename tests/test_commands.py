@@ -13,8 +13,6 @@ from grain_shard.tools import doctor
 from grain_shard.tools.command import main
 from tests.conftest import HANG_S
 
-PLAN = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 8 --records 80"
-
 # A command of a test's own, in place of the demo: PROGRAM % what it does.
 PROGRAM = """
 import sys, types
@@ -29,9 +27,8 @@ face.command()
 
 
 def run(*words, **options):
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=HANG_S, **options
-    )
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, **options)
 
 
 def run_body(body):
@@ -55,11 +52,8 @@ NO_SECONDS = "is not a positive number of seconds."
         ("rehearse --hosts 2.5 a.py", f"argument --hosts: '2.5' {NO_NUMBER}"),
         ("plan --hosts -1", f"python -m grain_shard plan: argument --hosts: '-1' {NO_NUMBER}"),
         *(
-            (
-                f"rehearse --hosts 2 --timeout {time} a.py",
-                f"argument --timeout: '{time}' {NO_SECONDS}",
-            )
-            for time in ("0", "-3", "nan", "inf", "soon")
+            (f"rehearse --hosts 2 --timeout {s} a.py", f"argument --timeout: '{s}' {NO_SECONDS}")
+            for s in ("0", "-3", "nan", "inf", "soon")
         ),
         ("doctor --timeout soon", f"argument --timeout: 'soon' {NO_SECONDS}"),
         ("plan", "python -m grain_shard plan: the following arguments are required: --mesh, "),
@@ -107,10 +101,8 @@ def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, caps
         (GrainShardError("it is late"), "it is late"),
         (GrainShardError("it is late.\n  remedy: go."), "it is late. Remedy: go."),
         (
-            ShardingError(
-                "7 rows.", mesh_axes=[("data", 2), ("model", 4)], remedy="use 8\nof them."
-            ),
-            "7 rows (mesh: data=2, model=4). Remedy: use 8 of them.",
+            ShardingError("7 rows.", mesh_axes=[("data", 2), ("model", 4)], remedy="use\n8 rows."),
+            "7 rows (mesh: data=2, model=4). Remedy: use 8 rows.",
         ),
         (
             GrainShardError("they differ.\n  mesh: 2 on host 0\n  rows: 3 on 1\n  remedy: look."),
@@ -131,10 +123,8 @@ def test_the_parts_of_an_error_are_joined_as_sentences(error, line, monkeypatch,
 def test_a_reader_that_leaves_ends_the_command_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -0` does, whenever it comes to it
-    command = [sys.executable, "-m", "grain_shard", *PLAN.split()]
-    done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False
-    )
+    command = [sys.executable, "-m", "grain_shard", *f"{TWO} data=2 {SIZES}".split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
@@ -194,14 +184,10 @@ def test_ctrl_c_is_one_line_and_exit_code_130(body):
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_ctrl_c_while_the_demo_compiles(hosts, tmp_path):
-    words = ["-u", "-m", "grain_shard", "demo", "--hosts", str(hosts)]
-    with subprocess.Popen(
-        [sys.executable, *words],
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as demo:
+    command = [sys.executable, "-u", "-m", "grain_shard", "demo", "--hosts", str(hosts)]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as demo:
         mark = "compiling" if hosts == 1 else "[host 0] compiling"
         assert demo.stdout.readline() == "starting JAX ...\n"  # before anything that takes long
         for line in demo.stdout:

@@ -24,10 +24,7 @@ def lines_of(answers):
         ([{}, {}], []),
         ([{"records": 8}, {"records": 8}], []),
         ([{"at": {"a": 1, "b": 2}}, {"at": {"b": 2, "a": 1}}], []),
-        (
-            [{"records": 8}, {"records": 8}, {"records": 9}],
-            ["  records: 8 on hosts 0, 1; 9 on host 2"],
-        ),
+        ([{"records": n} for n in (8, 8, 9)], ["  records: 8 on hosts 0, 1; 9 on host 2"]),
         (
             [{"step": 1, "records": 22, "seeds": n} for n in (1, 9)] + [{"step": 1, "seeds": 1}],
             [
@@ -37,10 +34,7 @@ def lines_of(answers):
         ),
         ([{"mask": "bool[8]"}, {}], ['  mask: "bool[8]" on host 0; nothing on host 1']),
         ([{"mask": None}, {}], ["  mask: null on host 0; nothing on host 1"]),
-        (
-            [{"x": "a" * 5000}, {"x": 1}],
-            [f'  x: "{"a" * 199}... on host 0; 1 on host 1'],
-        ),
+        ([{"x": "a" * 5000}, {"x": 1}], [f'  x: "{"a" * 199}... on host 0; 1 on host 1']),
     ],
 )
 def test_fields(answers, lines):

@@ -1,8 +1,6 @@
 """Two records of a source are compared with those of a restored state; the first batch shows it."""
 
 import dataclasses
-import itertools
-import json
 import logging
 import subprocess
 import sys
@@ -19,7 +17,7 @@ import grain_shard
 from grain_shard import StateError, show
 from grain_shard.digest import element_digest
 from tests.conftest import data_mesh, ids
-from tests.pipelines import shared_out
+from tests.pipelines import after, flat, shared_out
 
 
 class Files:
@@ -35,31 +33,30 @@ class Files:
         return self._read(index, 10 * self._order[index // 10] + index % 10)
 
 
+def records(source):
+    return grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
+
+
 def random_access(source, **options):
-    records = grain.MapDataset.source(source).seed(1).shuffle().map(lambda i: {"id": np.int32(i)})
-    return records.batch(8).shard_to(data_mesh(2), **options)
-
-
-def feeds(source, **options):
-    records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
-    return shared_out(records, 4, 8, grain.ReadOptions()).shard_to(data_mesh(2), **options)
+    return records(source).seed(1).shuffle().batch(8).shard_to(data_mesh(2), **options)
 
 
 def with_workers(source):
     return random_access(source, num_workers=1)
 
 
+def feeds(source):
+    return shared_out(records(source), 4, 8, grain.ReadOptions()).shard_to(data_mesh(2))
+
+
 def mixture(source):
-    parts = [
-        grain.MapDataset.source(s).map(lambda i: {"id": np.int32(i)}) for s in (source, range(7))
-    ]
+    parts = [records(source), records(range(7))]
     return grain_shard.mix(parts, weights={0: [3, 1]}).batch(8).shard_to(data_mesh(2))
 
 
 def saved(ds):
-    with iter(ds) as iterator:
-        next(iterator)
-        return json.loads(json.dumps(iterator.get_state()))
+    _, state = after(ds, 1)
+    return state
 
 
 KINDS = [random_access, feeds, mixture]
@@ -131,14 +128,13 @@ def test_a_record_that_cannot_be_read_stops_no_run_that_masks(index, capsys):
 
     ds = random_access(Files([0, 1], read), on_bad_record="mask")
     with iter(ds) as iterator:
-        rows = sorted(itertools.chain(*ids(iterator)))
-        assert rows == [i for i in range(20) if i != index]
+        assert sorted(flat(ids(iterator))) == [i for i in range(20) if i != index]
         assert "-" not in iterator.get_state()["source"]
     show(ds)
     assert "cannot be read" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("build", [random_access, feeds, mixture])
+@pytest.mark.parametrize("build", KINDS)
 def test_two_records_are_read_once_for_all_epochs_of_a_dataset(build):
     asked = []
     ds = build(Files([0, 1], lambda index, record: asked.append(index) or record))

@@ -133,52 +133,42 @@ def test_each_host_places_the_rows_that_it_has_loaded():
     assert found == [(list(range(8)), P("data"), 7)] * 2
 
 
-class TestSpmdTrainStep:
-    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    @pytest.mark.parametrize("seed_004_under_set_mesh", [False, True])
-    def test_losses_are_those_of_one_device(self, num_devices, axis_type, seed_004_under_set_mesh):
-        model = NnxModel(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-        mesh, batches, traces = data_mesh(num_devices, axis_type=axis_type), numpy_batches(), []
-        in_context = contextlib.nullcontext
-        if seed_004_under_set_mesh:  # a step of a model that is placed nowhere
-            in_context, batches = functools.partial(jax.set_mesh, mesh), batches[:1]
-        else:
-            state = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
-            nnx.update((model, optimizer), state)
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+@pytest.mark.parametrize("seed_004_under_set_mesh", [False, True])
+def test_spmd_losses_are_those_of_one_device(num_devices, axis_type, seed_004_under_set_mesh):
+    model = NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    mesh, batches, traces = data_mesh(num_devices, axis_type=axis_type), numpy_batches(), []
+    in_context = contextlib.nullcontext
+    if seed_004_under_set_mesh:  # a step of a model that is placed nowhere
+        in_context, batches = functools.partial(jax.set_mesh, mesh), batches[:1]
+    else:
+        state = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
+        nnx.update((model, optimizer), state)
 
-        @nnx.jit
-        def train_step(model, optimizer, batch):
-            traces.append(1)
-            return spmd_train_step(model, optimizer, nnx_loss, batch)
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        traces.append(1)
+        return spmd_train_step(model, optimizer, nnx_loss, batch)
 
-        sharding = create_data_parallel_sharding(mesh)
-        with in_context():
-            losses = [
-                float(train_step(model, optimizer, place_batch_on_shards(batch, sharding)))
-                for batch in batches
-            ]
-        np.testing.assert_allclose(losses, one_device_nnx_losses()[: len(losses)], rtol=1e-6)
-        assert len(traces) == 1
+    sharding = create_data_parallel_sharding(mesh)
+    with in_context():
+        placed = [place_batch_on_shards(batch, sharding) for batch in batches]
+        losses = [float(train_step(model, optimizer, batch)) for batch in placed]
+    np.testing.assert_allclose(losses, one_device_nnx_losses()[: len(losses)], rtol=1e-6)
+    assert len(traces) == 1
 
 
 class TestDataParallelTrainStep:
     @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    @pytest.mark.parametrize(
-        ("kind", "param_sharding"), [("TrainState", "replicate"), ("tuple", "fsdp")]
-    )
-    def test_losses_are_those_of_one_device(self, num_devices, kind, param_sharding, axis_type):
+    @pytest.mark.parametrize(("kind", "how"), [("TrainState", "replicate"), ("tuple", "fsdp")])
+    def test_losses_are_those_of_one_device(self, num_devices, kind, how, axis_type):
         mesh = data_mesh(num_devices, axis_type=axis_type)
-        state = place_model_state_on_shards(new_state(kind), mesh, param_sharding)
-        before = jax.tree.map(lambda leaf: leaf.sharding, state)
-        state, losses = trained(state)
+        state = place_model_state_on_shards(new_state(kind), mesh, how)
+        end, losses = trained(state)
         np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
-        same_sharding = jax.tree.map(
-            lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
-            state,
-            before,
-        )
-        assert all(jax.tree.leaves(same_sharding))
+        for leaf, before in zip(jax.tree.leaves(end), jax.tree.leaves(state), strict=True):
+            assert leaf.sharding.is_equivalent_to(before.sharding, leaf.ndim)
 
     def test_defect_in_peer_flax_train_state_and_optax_fail(self):
         state = new_state("TrainState")
@@ -210,11 +200,10 @@ class TestDataParallelTrainStep:
     def test_rows_really_are_split(self):
         # Per-device work: each device multiplies its own 2 of the 16 rows.
         state, batch, _ = data_parallel._on_one_mesh(new_state("tuple"), numpy_batches()[0], None)
-        compiled = (
-            data_parallel._compiled_step(linen_loss, ADAM).lower(state, batch, None).compile()
-        )
-        assert "f32[2,8]" in compiled.as_text()
-        assert "all-reduce" in compiled.as_text()
+        step = data_parallel._compiled_step(linen_loss, ADAM).lower(state, batch, None)
+        program = step.compile().as_text()
+        assert "f32[2,8]" in program
+        assert "all-reduce" in program
 
     def test_tensor_parallel_state_on_a_2d_mesh(self, axis_type):
         mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
@@ -228,10 +217,10 @@ class TestDataParallelTrainStep:
             logits = LINEN.apply({"params": params}, batch["image"], False, rngs=rngs)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
+        mesh = data_mesh(8, axis_type=axis_type)
+
         def loss_with(seed):
-            state = place_model_state_on_shards(
-                new_state("tuple"), data_mesh(8, axis_type=axis_type)
-            )
+            state = place_model_state_on_shards(new_state("tuple"), mesh)
             batch, rngs = numpy_batches()[0], {"dropout": jax.random.key(seed)}
             return float(data_parallel_train_step(loss_fn, ADAM, batch, state, rngs)[1]["loss"])
 
@@ -346,12 +335,8 @@ class TestReduceGradients:
     def test_across_devices(self, num_devices, reduce_type):
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("batch",))
         gradients = {"w": jnp.ones((num_devices, 3)), "b": jnp.ones(num_devices)}
-        reduced = jax.shard_map(
-            lambda gradients: reduce_gradients_across_devices(gradients, reduce_type),
-            mesh=mesh,
-            in_specs=P("batch"),
-            out_specs=P(),
-        )(gradients)
+        reduce = functools.partial(reduce_gradients_across_devices, reduce_type=reduce_type)
+        reduced = jax.shard_map(reduce, mesh=mesh, in_specs=P("batch"), out_specs=P())(gradients)
         value = {"mean": 1.0, "sum": num_devices}[reduce_type]
         np.testing.assert_array_equal(reduced["w"], np.full((1, 3), value))
         np.testing.assert_array_equal(reduced["b"], [value])
@@ -374,11 +359,8 @@ class TestReduceGradients:
         by_device = jax.tree.map(lambda rows: rows.reshape(8, 2, *rows.shape[1:]), batch)
         stacked = jax.vmap(jax.grad(linen_loss), in_axes=(None, 0))(params, by_device)
         expected = jax.grad(linen_loss)(params, batch)
-        jax.tree.map(
-            lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-7),
-            reduce_gradient_tree(stacked),
-            expected,
-        )
+        assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
+        jax.tree.map(assert_close, reduce_gradient_tree(stacked), expected)
 
     @pytest.mark.parametrize("reduce", [reduce_gradient_tree, reduce_gradients_across_devices])
     def test_unknown_reduction_lists_the_valid_ones(self, reduce):

@@ -39,9 +39,8 @@ RUNNING = [page for page in PAGES if ">>> " in page.read_text()]
 
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.name)
 def test_examples_run(page):
-    results = doctest.testfile(
-        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
-    )
+    flags = doctest.NORMALIZE_WHITESPACE
+    results = doctest.testfile(str(page), module_relative=False, optionflags=flags)
     assert results.attempted
     assert not results.failed
 
@@ -50,14 +49,10 @@ def printed(code, folder):
     """What a program prints, which ends without an error."""
     script = folder / "example.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, script]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    options = {"capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(command, cwd=folder, env=env, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -191,12 +186,8 @@ def test_troubleshooting_explains_messages_that_the_source_has():
 
 
 def test_every_sharding_error_has_a_remedy():
-    calls = [
-        node
-        for tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ShardingError"
-    ]
+    nodes = [node for tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes if getattr(node.func, "id", "") == "ShardingError"]
     assert len(calls) > 80
     for call in calls:
         named = {keyword.arg for keyword in call.keywords}

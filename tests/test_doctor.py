@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,12 +23,7 @@ def report(capsys, monkeypatch):
     """Makes a report of a machine with a TPU, or one whose devices raise the error given."""
 
     def make(*words, error=None):
-        def devices(timeout_s):
-            if error is not None:
-                raise error
-            return TPU
-
-        monkeypatch.setattr(doctor, "devices", devices)
+        monkeypatch.setattr(doctor, "devices", Mock(return_value=TPU, side_effect=error))
         assert main(["doctor", *words]) == 0
         return capsys.readouterr().out
 
@@ -80,13 +76,8 @@ def test_a_private_part_of_grain_that_is_not_found_is_named(monkeypatch):
 )
 def test_an_installed_libtpu_says_nothing_in_our_commands(program):
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -97,11 +88,10 @@ def test_where_there_is_a_tpu_nothing_is_set(monkeypatch):
     keep_libtpu_quiet()
     assert "TPU_WORKER_HOSTNAMES" not in os.environ
     monkeypatch.setattr("glob.glob", lambda pattern: [])
-    with monkeypatch.context() as environment:
-        environment.setenv("TPU_WORKER_HOSTNAMES", "ours")
-        environment.setenv("TPU_ACCELERATOR_TYPE", "v5e")
-        keep_libtpu_quiet()
-        assert os.environ["TPU_WORKER_HOSTNAMES"] == "ours"
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "ours")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e")
+    keep_libtpu_quiet()
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "ours"
 
 
 @pytest.mark.slow

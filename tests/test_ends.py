@@ -106,10 +106,7 @@ def of_hosts(lengths, *, failing=(), remainder="pad", buffer_sizes=None):
     store, sizes = KeyValues(), buffer_sizes or [2] * len(lengths)
     iterators = [
         agreed(
-            Host(
-                *(f"batch {k}" for k in range(length)),
-                error=FAILED if host in failing else StopIteration,
-            ),
+            Host(*range(length), error=FAILED if host in failing else StopIteration),
             store.rounds(host, len(lengths)),
             buffer_size=sizes[host],
             remainder=remainder,
@@ -131,7 +128,7 @@ def test_all_hosts_hand_out_as_many_batches_whatever_their_buffers(hosts, remain
     for length, result in zip(
         lengths, of_hosts(lengths, remainder=remainder, buffer_sizes=buffer_sizes), strict=True
     ):
-        own = [f"batch {k}" for k in range(min(length, expected))]
+        own = list(range(min(length, expected)))
         assert result == own + ["padding"] * (expected - len(own))
 
 
@@ -149,8 +146,7 @@ def test_where_a_host_fails_all_stop_with_it(lengths):
 
 
 def test_few_questions_are_asked_where_the_buffers_are_full():
-    source = Host(*(f"batch {k}" for k in range(60)))
-    batches = agreed(source, buffer_size=8)
+    batches = agreed(Host(*range(60)), buffer_size=8)
     for _ in range(48):
         next(batches)
         # So the buffer is full again, as it is where steps take longer than batches.
@@ -299,7 +295,7 @@ def test_a_host_that_closes_before_the_end_says_so(taken, said):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_to_close_it_stops_the_stream_below_and_closes_it_once(begun):
-    host = Host(*(f"batch {k}" for k in range(20)))  # more than fit the buffers
+    host = Host(*range(20))  # more than fit the buffers
     batches = agreed(host)
     if begun:
         next(batches)

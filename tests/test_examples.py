@@ -27,25 +27,17 @@ def losses_in(folder):
 
 def run_here(script, folder, *options):
     """Runs a script as one plain process; what it printed."""
-    done = subprocess.run(
-        [sys.executable, script, *map(str, options), "--checkpoint-dir", folder],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, script, *map(str, options), "--checkpoint-dir", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_on(hosts, script, folder, *options):
     """Rehearses a script on so many hosts, with eight devices in all; what host 0 printed."""
-    done = rehearse.run_script(
-        [script, *map(str, options), "--distributed", "--checkpoint-dir", folder],
-        hosts=hosts,
-        devices_per_host=8 // hosts,
-        timeout_s=300,
-        echo=sys.stdout,
-    )
+    words = [script, *map(str, options), "--distributed", "--checkpoint-dir", folder]
+    sizes = {"hosts": hosts, "devices_per_host": 8 // hosts}
+    done = rehearse.run_script(words, **sizes, timeout_s=300, echo=sys.stdout)
     assert done.exit_code == 0
     return done.outputs[0]
 
@@ -122,9 +114,7 @@ example.main()
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_the_classifier_saves_and_leaves_when_a_host_is_told_to_stop(
-    uninterrupted, tmp_path, hosts
-):
+def test_the_classifier_saves_and_leaves_if_a_host_is_told_to_stop(uninterrupted, tmp_path, hosts):
     folder, script = tmp_path / "run", tmp_path / "told_to_stop.py"
     script.write_text(TOLD_TO_STOP.format(examples=str(EXAMPLES)))
     output = run_here(script, folder) if hosts == 1 else run_on(hosts, script, folder)

@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import warnings
 
 import grain
 import jax
@@ -81,7 +83,10 @@ def of_ray():
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": dict(os.environ)})
     yield OfRay()
-    ray.shutdown()
+    # The collector finds the objects of Ray's processes, and warns that these have not ended yet.
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        ray.shutdown()
+        gc.collect()
 
 
 EXECUTORS = [

@@ -9,6 +9,7 @@ import errno
 import gc
 import io
 import ssl
+import types
 import urllib.error
 import weakref
 
@@ -16,11 +17,12 @@ import grain
 import jax
 import numpy as np
 import pytest
+import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries, ShardingError
+from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import faults
 from grain_shard.reading.faults import BadRecord, FaultRules, Faults
@@ -34,6 +36,7 @@ from tests.conftest import (
     data_mesh,
     eventually,
     ids,
+    refused,
     to_numpy,
 )
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
@@ -45,51 +48,45 @@ def named(name, module, base=Exception, **attributes):
     return type(name, (base,), {"__module__": module, **attributes})("it failed")
 
 
-class Response:
-    def __init__(self, status_code):
-        self.status_code = status_code
+def status(code):
+    return types.SimpleNamespace(status_code=code)
 
 
-class TestTransient:
-    @pytest.mark.parametrize(
-        ("error", "heals"),
-        [
-            (OSError("anything"), True),
-            (ConnectionResetError(), True),
-            (TimeoutError(), True),
-            (FileNotFoundError(), False),
-            (PermissionError(), False),
-            (IsADirectoryError(), False),
-            (OSError(errno.EIO, "Input/output error"), True),
-            (OSError(errno.ENOSPC, "No space left on device"), False),
-            (OSError(errno.EROFS, "Read-only file system"), False),
-            (ssl.SSLEOFError(), True),
-            (ssl.SSLCertVerificationError(), False),
-            (urllib.error.URLError(ssl.SSLCertVerificationError()), False),
-            (urllib.error.URLError(ConnectionResetError()), True),
-            (io.UnsupportedOperation("read"), False),
-            (ValueError("record 3 is corrupt"), False),
-            (KeyError("image"), False),
-            (named("ServiceUnavailable", "google.api_core.exceptions", code=503), True),
-            (named("TooManyRequests", "google.api_core.exceptions", code=429), True),
-            (named("NotFound", "google.api_core.exceptions", code=404), False),
-            (named("HTTPError", "requests.exceptions", OSError, response=Response(502)), True),
-            (named("HTTPError", "requests.exceptions", OSError, response=Response(403)), False),
-            (named("ConnectionError", "requests.exceptions", OSError, response=None), True),
-            (named("HTTPError", "urllib.error", OSError, code=404), False),
-            (named("TransportError", "google.auth.exceptions", retryable=True), True),
-        ],
-        ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
-    )
-    def test_what_a_second_try_may_heal(self, error, heals):
-        assert is_transient(error) is heals
-
-    def test_classes_of_libraries_that_are_there(self):
-        import requests
-
-        assert is_transient(requests.exceptions.ConnectionError())
-        assert is_transient(requests.exceptions.ReadTimeout())
-        assert not is_transient(requests.exceptions.InvalidURL())
+@pytest.mark.parametrize(
+    ("error", "heals"),
+    [
+        (OSError("anything"), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (FileNotFoundError(), False),
+        (PermissionError(), False),
+        (IsADirectoryError(), False),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError(errno.EROFS, "Read-only file system"), False),
+        (ssl.SSLEOFError(), True),
+        (ssl.SSLCertVerificationError(), False),
+        (urllib.error.URLError(ssl.SSLCertVerificationError()), False),
+        (urllib.error.URLError(ConnectionResetError()), True),
+        (io.UnsupportedOperation("read"), False),
+        (ValueError("record 3 is corrupt"), False),
+        (KeyError("image"), False),
+        (requests.exceptions.ConnectionError(), True),
+        (requests.exceptions.ReadTimeout(), True),
+        (requests.exceptions.InvalidURL(), False),
+        (named("ServiceUnavailable", "google.api_core.exceptions", code=503), True),
+        (named("TooManyRequests", "google.api_core.exceptions", code=429), True),
+        (named("NotFound", "google.api_core.exceptions", code=404), False),
+        (named("HTTPError", "requests.exceptions", OSError, response=status(502)), True),
+        (named("HTTPError", "requests.exceptions", OSError, response=status(403)), False),
+        (named("ConnectionError", "requests.exceptions", OSError, response=None), True),
+        (named("HTTPError", "urllib.error", OSError, code=404), False),
+        (named("TransportError", "google.auth.exceptions", retryable=True), True),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+)
+def test_what_a_second_try_may_heal(error, heals):
+    assert is_transient(error) is heals
 
 
 # Pipelines.
@@ -243,6 +240,10 @@ class TestRetries:
 
     def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, kind):
         """A frame that has failed, and whose read was healed by another try, may hold much."""
+
+        class Buffer:
+            """Memory that a read needs while it lasts."""
+
         held = weakref.WeakSet()
 
         def fail(index, number):
@@ -260,49 +261,23 @@ class TestRetries:
             gc.enable()
 
 
-class Buffer:
-    """Memory that a read needs while it lasts."""
-
-
-class TestThePauseEnds:
-    """Pauses would take ten minutes here."""
-
-    @pytest.mark.parametrize("how", ["close", "collect"])
-    @pytest.mark.parametrize("name", ["random access", "feeds", "feeds in turn", "stream"])
-    def test_as_soon_as_nobody_waits_for_it(self, name, how, kind, monkeypatch):
-        monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 600.0)
-        monkeypatch.setattr(faults, "_LONGEST_PAUSE_S", 600.0)
-        iterator = iter(PIPELINES[name](kind(64, bad(3, error=OSError))))
-        iterator.start_prefetch()
-        eventually(lambda iterator=iterator: iterator.stats().faults.retries)
-        threads = background_threads()
-        if how == "close":
-            iterator.close()
-        del iterator
-        gc.collect()
-        assert_ended(threads)
+@pytest.mark.parametrize("how", ["close", "collect"])
+@pytest.mark.parametrize("name", ["random access", "feeds", "feeds in turn", "stream"])
+def test_a_pause_of_ten_minutes_ends_as_soon_as_nobody_waits_for_it(name, how, kind, monkeypatch):
+    monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(faults, "_LONGEST_PAUSE_S", 600.0)
+    iterator = iter(PIPELINES[name](kind(64, bad(3, error=OSError))))
+    iterator.start_prefetch()
+    eventually(lambda iterator=iterator: iterator.stats().faults.retries)
+    threads = background_threads()
+    if how == "close":
+        iterator.close()
+    del iterator
+    gc.collect()
+    assert_ended(threads)
 
 
 # Bad records.
-
-
-def assert_masked(got, expected, bad_rows):
-    """Every row is that of plain Grain's, but for the bad ones, which are padding.
-
-    Args:
-        got: A batch, of which all rows exist.
-        expected: What its rows should be.
-        bad_rows: Which rows of it are bad.
-    """
-    mask = got.pop("valid_mask")
-    size = len(next(iter(expected.values())))
-    good = np.array([row not in bad_rows for row in range(size)], bool)
-    np.testing.assert_array_equal(mask, np.concatenate([good, np.zeros(len(mask) - size, bool)]))
-    assert got.keys() == expected.keys()
-    for name, leaf in got.items():
-        assert leaf.dtype == expected[name].dtype
-        np.testing.assert_array_equal(leaf[mask], expected[name][good])
-        assert not leaf[~mask].any()
 
 
 class TestMask:
@@ -331,12 +306,12 @@ class TestMask:
                 raise LookupError("odd")
             return {"id": np.int32(i), "text": f"record {i}"}
 
+        def augment(row, rng):
+            return {**row, "noise": rng.normal(size=2).astype(np.float32)}
+
         def pipeline(source, decode):
             ds = grain.MapDataset.source(source).seed(4).shuffle().map(decode)
-            ds = ds.random_map(
-                lambda row, rng: {**row, "noise": rng.normal(size=2).astype(np.float32)}
-            )
-            return ds.batch(global_batch_size)
+            return ds.random_map(augment).batch(global_batch_size)
 
         source = (BatchedSource if several else Source)(num_records, fail)
         ds = pipeline(source, decode).shard_to(
@@ -350,11 +325,15 @@ class TestMask:
         expected_ids = np.concatenate([batch["id"] for batch in expected])
         assert len(got) == len(expected)
         for batch, wanted in zip(got, expected, strict=True):
-            texts, wanted_texts = batch.pop("text"), wanted.pop("text")
-            rows = [row for row, i in enumerate(wanted["id"]) if i in missing]
-            for row, text in enumerate(wanted_texts):
-                assert texts[row] == ("" if row in rows else text)
-            assert_masked(batch, wanted, rows)
+            is_good = ~np.isin(wanted["id"], list(missing))
+            mask, rows = batch.pop("valid_mask"), len(is_good)  # the last batch may be short
+            np.testing.assert_array_equal(mask[:rows], is_good)
+            assert not mask[rows:].any()
+            assert batch.keys() == wanted.keys()
+            for name, leaf in batch.items():
+                assert leaf.dtype == wanted[name].dtype or name == "text"
+                np.testing.assert_array_equal(leaf[mask], wanted[name][is_good])
+                assert not leaf[~mask].any(), "bad rows are padding"
         assert counts.bad_records == len(missing) == len(counts.listed)
         # Each is named by its place in the source, from before the shuffle.
         assert {one.origin.record for one in counts.listed} == missing
@@ -406,10 +385,7 @@ class TestMask:
     def test_microbatches_schedules_epochs_and_seek(self):
         source = Source(20, bad(2, 13))
         (first, *_) = masked(batches(source), microbatches=2)
-        assert np.asarray(first["valid_mask"]).tolist() == [
-            [True, True, False, True],
-            [True, True, True, True],
-        ]
+        assert first["valid_mask"].tolist() == [[True, True, False, True], [True] * 4]
         records = grain.MapDataset.source(source).map(record)
         ds = masked(records.pipe(BatchSchedule({0: 4, 2: 8})))
         by_step = [[0, 1, 3], [4, 5, 6, 7], [8, 9, 10, 11, 12, 14, 15], [16, 17, 18, 19]]
@@ -470,16 +446,13 @@ class TestTooMany:
         [(3, False, 0), (np.int64(3), False, 1), (2, True, 1), (2, True, 0), (0, True, 0)],
     )
     def test_a_number(self, most, ends, num_workers):
-        ds = masked(
-            batches(Source(40, bad(1, 17, 33))), max_bad_records=most, num_workers=num_workers
-        )
-        with iter(ds) as iterator:
-            if not ends:
-                assert len(ids(iterator)) == 5
-                return
-            with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
-                list(iterator)
-        assert "record 1 of the dataset before .batch: ValueError: record 1 is" in str(caught.value)
+        ds = batches(Source(40, bad(1, 17, 33)))
+        ds = masked(ds, max_bad_records=most, num_workers=num_workers)
+        if not ends:
+            assert len(ids(ds)) == 5
+            return
+        error, _ = failure_of(ds, BadRecordsError, rf"max_bad_records={most} allows")
+        assert "record 1 of the dataset before .batch: ValueError: record 1 is" in str(error)
 
     @pytest.mark.parametrize(
         ("num_records", "global_batch_size", "indices", "most", "valid_rows"),
@@ -589,9 +562,8 @@ class TestOrigins:
             (listed,) = iterator.stats().faults.listed
         error, origin = "ValueError: record 17 is corrupt", Origin(17, "InFiles", "file-1", 7)
         assert listed == BadRecord(above, error, None, origin)
-        error, _ = failure_of(
-            ds.shard_to(data_mesh(2), max_bad_records=0, **options), BadRecordsError
-        )
+        none_may_be_bad = ds.shard_to(data_mesh(2), max_bad_records=0, **options)
+        error, _ = failure_of(none_may_be_bad, BadRecordsError)
         assert (
             "    record 17 of the source InFiles (record 7 of file-1), which is "
             f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
@@ -701,9 +673,8 @@ def on_8(ds, **options):
     ],
 )
 def test_refused_when_built(build, problem):
-    with pytest.raises(ShardingError, match=problem) as caught:
+    with refused(problem):
         build()
-    assert "remedy: " in str(caught.value)
 
 
 def test_a_flood_of_errors_is_no_flood_of_lines(caplog):
@@ -720,45 +691,36 @@ def bare(element, *rest):
     return element
 
 
-def as_stream(ds):
-    return ds.to_iter_dataset(IN_TURN)
-
-
 def feeds_of_all(make):
     return grain_shard.feeds(lambda feed: make(), num_feeds=1).batch(8)
 
 
 ROWS = grain.MapDataset.range(64).map(record)
-RECORD, ELEMENT = "record 13 of the dataset", "bare raised StopIteration for"
+BARE_ROWS, STREAM = ROWS.map(bare).to_iter_dataset(IN_TURN), ROWS.to_iter_dataset(IN_TURN)
+RECORD, ROW = "record 13 of the dataset", "bare raised StopIteration for {'id': "
 BARE = {
     "records": (lambda: ROWS.map(bare).batch(8), RECORD),
     "batches": (lambda: ROWS.batch(8).map(bare), "batch 1 of the dataset"),
-    "stream of mapped records": (lambda: as_stream(ROWS.map(bare)).batch(8), RECORD),
-    "stream, map": (lambda: as_stream(ROWS).map(bare).batch(8), f"{ELEMENT} {{'id': "),
-    "stream, random map": (
-        lambda: as_stream(ROWS).random_map(bare, seed=1).batch(8),
-        f"{ELEMENT} {{'id': ",
-    ),
+    "stream of mapped records": (lambda: BARE_ROWS.batch(8), RECORD),
+    "stream, map": (lambda: STREAM.map(bare).batch(8), ROW),
+    "stream, random map": (lambda: STREAM.random_map(bare, seed=1).batch(8), ROW),
     "stream, map with index": (
-        lambda: as_stream(ROWS).map_with_index(lambda i, row: (bare(i), row)[1]).batch(8),
+        lambda: STREAM.map_with_index(lambda i, row: (bare(i), row)[1]).batch(8),
         "raised StopIteration for 13, {",
     ),
-    "stream, filter": (lambda: as_stream(ROWS).filter(bare).batch(8), f"{ELEMENT} {{'id': "),
-    "stream, map of batches": (
-        lambda: as_stream(ROWS).batch(8).map(bare),
-        f"{ELEMENT} {{'id': array([ 8, ",
-    ),
+    "stream, filter": (lambda: STREAM.filter(bare).batch(8), ROW),
+    "stream, map of batches": (lambda: STREAM.batch(8).map(bare), f"{ROW}array([ 8, "),
     "stream, batch_fn": (
-        lambda: as_stream(ROWS).batch(8, batch_fn=stacked),
+        lambda: STREAM.batch(8, batch_fn=stacked),
         "stacked raised StopIteration for [{'id': ",
     ),
     "stream, flat map": (
-        lambda: as_stream(ROWS).pipe(grain.experimental.FlatMapIterDataset, Each()).batch(8),
-        f"{ELEMENT.replace('bare', 'Each.flat_map')} {{'id': ",
+        lambda: STREAM.pipe(grain.experimental.FlatMapIterDataset, Each()).batch(8),
+        "Each.flat_map raised StopIteration for {'id': ",
     ),
-    "feed of mapped records": (lambda: feeds_of_all(lambda: as_stream(ROWS.map(bare))), RECORD),
-    "feed, map": (lambda: feeds_of_all(lambda: as_stream(ROWS).map(bare)), ELEMENT),
-    "feed, filter": (lambda: feeds_of_all(lambda: as_stream(ROWS).filter(bare)), ELEMENT),
+    "feed of mapped records": (lambda: feeds_of_all(lambda: BARE_ROWS), RECORD),
+    "feed, map": (lambda: feeds_of_all(lambda: STREAM.map(bare)), ROW),
+    "feed, filter": (lambda: feeds_of_all(lambda: STREAM.filter(bare)), ROW),
 }
 
 
@@ -792,6 +754,6 @@ def test_a_bare_next_in_make_feed_is_an_error_where_it_is_called():
 
 
 def test_a_function_that_cannot_end_a_stream_keeps_its_name():
-    ds = as_stream(ROWS).filter(bare).map(bare)
+    ds = STREAM.filter(bare).map(bare)
     same = replace_read_ahead(ds, lambda records, options: records.to_iter_dataset(options))
     assert (str(same), str(same.parents[0])) == (str(ds), str(ds.parents[0]))

@@ -180,71 +180,64 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
 
 @pytest.fixture
 def saved(tmp_path):
-    """The folder in which four hosts have saved eight feeds, and the feeds of the first of two."""
+    """The folder in which four hosts have saved eight feeds."""
     save(tmp_path, hosts_of(batches(8), even(4, 4), divisor=4))
-    return tmp_path, OwnFeeds(run=range(4))
+    return tmp_path
 
 
-def refusal(folder, feeds):
+FIRST, SECOND = OwnFeeds(run=range(4)), OwnFeeds(run=range(4, 8))  # of two hosts
+
+
+def refusal(folder, feeds=FIRST):
     with pytest.raises(StateError) as refused:
         read_state(folder, feeds)
     return str(refused.value)
 
 
 def test_a_feed_that_nobody_wrote_is_named_on_every_host(saved):
-    folder, _ = saved
     for name in files((2, 3), (6, 7)):
-        (folder / name).unlink()
-    for feeds in (OwnFeeds(run=range(4)), OwnFeeds(run=range(4, 8))):
-        error = refusal(folder, feeds)
+        (saved / name).unlink()
+    for feeds in (FIRST, SECOND):
+        error = refusal(saved, feeds)
         assert "lacks 4 of 8 feeds: 2 to 3, 6 to 7." in error
         assert "found:  feeds-00000-00001-of-00008.json, feeds-00004-00005-of-00008.json" in error
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 3', b"\xff\xfe\x00", b"5", b'{"feeds": {}}'])
 def test_a_damaged_file_is_named_by_the_hosts_that_need_it(saved, content):
-    folder, feeds = saved
-    (folder / "feeds-00002-00003-of-00008.json").write_bytes(content)
-    assert "feeds-00002-00003-of-00008.json is damaged: " in refusal(folder, feeds)
-    read_state(folder, OwnFeeds(run=range(4, 8)))
+    (saved / "feeds-00002-00003-of-00008.json").write_bytes(content)
+    assert "feeds-00002-00003-of-00008.json is damaged: " in refusal(saved)
+    read_state(saved, SECOND)
 
 
 @pytest.mark.parametrize(("key", "value"), [("step", 4), ("transforms", "others")])
 def test_files_of_different_steps_and_pipelines_are_named(saved, key, value):
-    folder, feeds = saved
-    other = folder / "feeds-00002-00003-of-00008.json"
+    other = saved / "feeds-00002-00003-of-00008.json"
     state = json.loads(other.read_text())
     other.write_text(json.dumps({**state, key: value}))
-    error = refusal(folder, feeds)
-    assert (
-        f"come from different checkpoints: {key} is {state.get(key)!r} in feeds-00000-00001-of"
-        in error
-    )
+    error = refusal(saved)
+    differs = f"{key} is {state.get(key)!r} in feeds-00000-00001-of"
+    assert f"come from different checkpoints: {differs}" in error
     assert f"and {value!r} in feeds-00002-00003-of-00008.json" in error
 
 
 def test_a_folder_in_which_other_hosts_had_saved_is_refused(saved):
-    folder, feeds = saved
-    save(folder, hosts_of(batches(8), even(2, 4), divisor=4))
-    error = refusal(folder, feeds)
+    save(saved, hosts_of(batches(8), even(2, 4), divisor=4))
     both = "feeds-00000-00001-of-00008.json and feeds-00000-00003-of-00008.json both hold feed 0"
-    assert both in error
+    assert both in refusal(saved)
 
 
 def test_files_of_another_number_of_feeds_are_another_pipelines(saved):
-    folder, _ = saved
     (host,) = hosts_of(batches(16), [[0]], divisor=1)
     with pytest.raises(StateError, match="num_feeds"):
-        host.from_state(read_state(folder, host.own_feeds))
-    save(folder, [host])
-    assert "come from different checkpoints: feeds-00000-00001-of-00008.json and" in refusal(
-        folder, host.own_feeds
-    )
+        host.from_state(read_state(saved, host.own_feeds))
+    save(saved, [host])
+    error = refusal(saved, host.own_feeds)
+    assert "come from different checkpoints: feeds-00000-00001-of-00008.json and" in error
 
 
 def test_of_feeds_that_it_does_not_run_a_pipeline_reads_one_file_to_refuse_them(saved):
-    folder, _ = saved
-    read, state = opened(lambda: read_state(folder), reading=True)
+    read, state = opened(lambda: read_state(saved), reading=True)
     assert read == ["feeds-00000-00001-of-00008.json"]
     numbers = grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(8)
     with iter(numbers.shard_to(data_mesh(8))) as batches, pytest.raises(StateError, match="feeds"):

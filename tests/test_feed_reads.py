@@ -22,8 +22,8 @@ from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.spans import READ, recorded
 from tests import text
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
-from tests.counting_source import SOURCES, BatchedSource, nothing
+from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait
+from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
 
@@ -153,6 +153,12 @@ def test_any_records_come_in_their_order_from_anywhere(num_records, steps, optio
         assert list(rows) == list(expected)
 
 
+@pytest.fixture
+def reads():
+    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
+        yield reads
+
+
 # What is replaced, and what is not.
 
 
@@ -163,13 +169,13 @@ def record_streams(ds):
     return [stream for parent in ds.parents for stream in record_streams(parent)]
 
 
-def replaced(ds):
-    return replace_read_ahead(
-        ds, functools.partial(RecordStream, SharedReads(Faults(FAIL_AT_ONCE), 8), 0)
-    )
+@pytest.fixture
+def replaced(reads):
+    """A function that replaces the random-access parts of a pipeline."""
+    return lambda ds: replace_read_ahead(ds, functools.partial(RecordStream, reads, 0))
 
 
-def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed():
+def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed(replaced):
     ds = PACKERS["first fit"](mixed(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
     (mix,) = ds.parents
     before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
@@ -177,7 +183,7 @@ def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_change
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
 
 
-def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
+def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents(replaced):
     ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
     ours = replaced(ds)
     assert ours.found is ds.found
@@ -194,10 +200,10 @@ def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
         (grain.ReadOptions(num_threads=5, prefetch_buffer_size=0), False),
     ],
 )
-def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
+def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
     stream = replaced(grain.MapDataset.range(3).to_iter_dataset(options))
     assert stream.ahead == is_read_ahead
-    with contextlib.closing(stream.reads), contextlib.closing(iter(stream)) as rows:
+    with contextlib.closing(iter(stream)) as rows:
         assert next(rows) == 0
         assert bool(background_threads()) == is_read_ahead
 
@@ -225,16 +231,13 @@ def test_what_is_not_known_runs_as_it_was_written(ds):
 def of_source(source, options):
     """Batches of two records, in their order, of one feed."""
 
-    def make_feed(feed):
-        records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
-        return records.to_iter_dataset(options)
-
-    return grain_shard.feeds(make_feed, num_feeds=1).batch(2)
+    records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
+    return shared_out(records, 1, 2, options)
 
 
 @pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 def test_a_source_that_reads_many_records_in_a_call_is_asked_for_many(options):
-    source = BatchedSource(1000, nothing)
+    source = BatchedSource(1000)
     list(of_source(source, options))
     assert sum(map(len, source.calls)) == 1000
     assert len(source.calls) < 100
@@ -242,15 +245,12 @@ def test_a_source_that_reads_many_records_in_a_call_is_asked_for_many(options):
 
 @pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(options):
-    def fail(index, number):
-        if index == 301:
-            raise OSError("cannot be read")
-
-    with contextlib.closing(iter(of_source(BatchedSource(1000, fail), options))) as rows:
+    source = BatchedSource(1000, bad(301, error=OSError))
+    with contextlib.closing(iter(of_source(source, options))) as rows:
         assert [next(rows)["id"].tolist() for _ in range(150)] == [
             [2 * i, 2 * i + 1] for i in range(150)
         ]
-        with pytest.raises(OSError, match="cannot be read") as raised:
+        with pytest.raises(OSError, match="record 301 is corrupt") as raised:
             next(rows)
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
@@ -366,26 +366,21 @@ def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
         )
 
 
-def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order():
+def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order(reads):
     def row(i):
         if i >= 300:
             time.sleep(3e-3)  # of what was fast, so many are read together
         return i
 
-    reads = SharedReads(Faults(FAIL_AT_ONCE), 8)
-    with (
-        contextlib.closing(reads),
-        contextlib.closing(
-            reads.elements(grain.MapDataset.range(500).map(row), 0, ahead=True)
-        ) as elements,
-    ):
+    records = grain.MapDataset.range(500).map(row)
+    with contextlib.closing(reads.elements(records, 0, ahead=True)) as elements:
         assert [next(elements) for _ in range(500)] == list(range(500))
 
 
 # Life.
 
 
-def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
+def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again(reads):
     failures = [OSError("once"), OSError("twice")]
 
     def row(i):
@@ -393,25 +388,21 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
             raise failures.pop(0)
         return i
 
-    reads = SharedReads(Faults(FAIL_AT_ONCE), 8)
-    with contextlib.closing(reads):
-        rows = iter(RecordStream(reads, 0, grain.MapDataset.range(5).map(row), grain.ReadOptions()))
-        assert [next(rows) for _ in range(3)] == [0, 1, 2]
-        for match in ("once", "twice"):
-            with pytest.raises(OSError, match=match):
-                next(rows)
-        assert list(rows) == [3, 4]
+    rows = iter(RecordStream(reads, 0, grain.MapDataset.range(5).map(row), grain.ReadOptions()))
+    assert [next(rows) for _ in range(3)] == [0, 1, 2]
+    for match in ("once", "twice"):
+        with pytest.raises(OSError, match=match):
+            next(rows)
+    assert list(rows) == [3, 4]
 
 
-def test_a_stream_ends_also_where_the_garbage_collector_runs_under_the_lock():
-    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
-        elements = reads.elements(grain.MapDataset.range(9), 0, ahead=False)
-        assert next(elements) == 0
-        with reads._lines._lock:
-            closing = threading.Thread(target=elements.close)
-            closing.start()
-            closing.join(HANG_S)
-            assert not closing.is_alive()
+def test_a_stream_ends_also_where_the_garbage_collector_runs_under_the_lock(reads):
+    elements = reads.elements(grain.MapDataset.range(9), 0, ahead=False)
+    assert next(elements) == 0
+    with reads._lines._lock:
+        closing = threading.Thread(target=elements.close)
+        closing.start()
+        assert_ended([closing])
 
 
 @pytest.fixture
@@ -455,7 +446,7 @@ def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     consumer.start()
     wait(inside)
     rows.stop()
-    consumer.join(HANG_S)
+    assert_ended([consumer])
     assert ended == ["the reads of this feed were stopped: the loop has ended"]
     release.set()
     rows.close()
@@ -463,17 +454,11 @@ def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
 
 @pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
 def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_it(options):
-    def fail(index, number):
-        if index == 20:
-            raise OSError("item 20 cannot be read")
-
-    def make_feed(feed):
-        good = grain.MapDataset.source(BatchedSource(60, nothing))
-        bad = grain.MapDataset.source(BatchedSource(60, fail)).map(lambda i: 100 + i)
-        return grain_shard.mix([good, bad], {0: [1, 1]}).to_iter_dataset(options)
-
-    seen, batches = [], iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1))
-    with pytest.raises(OSError, match="item 20") as raised:
+    good = grain.MapDataset.source(BatchedSource(60))
+    failing = grain.MapDataset.source(BatchedSource(60, bad(20, error=OSError)))
+    mixture = grain_shard.mix([good, failing.map(lambda i: 100 + i)], {0: [1, 1]})
+    seen, batches = [], iter(shared_out(mixture, 1, 1, options))
+    with pytest.raises(OSError, match="record 20 is corrupt") as raised:
         seen.extend(batch.item() for batch in batches)
     assert sum(i >= 100 for i in seen) == 20
     assert 19 <= sum(i < 100 for i in seen) <= 21
@@ -481,16 +466,10 @@ def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_i
 
 
 @pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
-@pytest.mark.parametrize("bad", [0, 5])
-def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, bad):
-    def end(index, number):
-        if index == bad:
-            next(iter([]))
-
-    ds = grain.MapDataset.source(SOURCES["one by one"](9, end))
-    batches = iter(
-        grain_shard.feeds(lambda feed: ds.to_iter_dataset(options), num_feeds=1).batch(1)
-    )
-    assert [next(batches).item() for _ in range(bad)] == list(range(bad))
+@pytest.mark.parametrize("end", [0, 5])
+def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, end):
+    records = grain.MapDataset.source(Source(9, bad(end, error=StopIteration)))
+    batches = iter(shared_out(records, 1, 1, options))
+    assert [next(batches).item() for _ in range(end)] == list(range(end))
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(batches)

@@ -91,17 +91,6 @@ def test_a_state_goes_from_none_to_two_workers_to_one_and_back_bit_for_bit():
 # Errors.
 
 
-def failing(fail):
-    """Feeds of which the third fails at its sixth row."""
-
-    def row(feed, i):
-        if (feed, i) == (2, 5):
-            fail()
-        return {"id": np.int32(100 * feed + i)}
-
-    return feeds_of(row, 4, 8, length=50)
-
-
 @slow
 @pytest.mark.parametrize(
     ("fail", "error", "match"),
@@ -116,7 +105,12 @@ def failing(fail):
     ids=["an exception", "an end"],
 )
 def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match):
-    ds = failing(fail)
+    def row(feed, i):
+        if (feed, i) == (2, 5):
+            fail()
+        return {"id": np.int32(100 * feed + i)}
+
+    ds = feeds_of(row, 4, 8, length=50)
     with iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
@@ -175,47 +169,28 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
 # Life.
 
 
-class Leaving:
-    """Feeds that name what their workers put into shared memory, so that it can be counted."""
-
-    def __init__(self, fail_at=None):
-        self.prefix = f"gs{uuid.uuid4().hex[:5]}"
-        self.fail_at = fail_at
-
-    def make_feed(self, feed):
-        from multiprocessing import shared_memory
-
-        shared_memory._SHM_NAME_PREFIX = f"/{self.prefix}"
-
-        def row(i):
-            if i == self.fail_at:
-                raise ValueError("fails")
-            return {"id": np.int32(i), "x": np.zeros((100, 10))}
-
-        return grain.MapDataset.range(10_000).map(row).to_iter_dataset()
-
-    def batches(self):
-        return iter(
-            grain_shard.feeds(self.make_feed, num_feeds=6)
-            .batch(12)
-            .shard_to(data_mesh(2), num_workers=2)
-        )
-
-    def assert_nothing_is_left(self):
-        assert_no_child_is_left()
-        eventually(lambda: not background_threads())
-        if self.fail_at is None:  # else an element may stay until the program ends, as docs say
-            eventually(lambda: not [f for f in os.listdir(SHARED_MEMORY) if self.prefix in f])
-
-
 @slow
 @needs_shared_memory
 @pytest.mark.parametrize(
     "how", ["never asked", "only begun", "close", "close twice", "break", "collect", "an error"]
 )
 def test_no_process_and_no_shared_memory_is_left_after(how):
-    leaving = Leaving(fail_at=9 if how == "an error" else None)
-    batches = leaving.batches()
+    prefix = f"gs{uuid.uuid4().hex[:5]}"
+
+    def make_feed(feed):
+        from multiprocessing import shared_memory
+
+        shared_memory._SHM_NAME_PREFIX = f"/{prefix}"  # so that what a worker puts there is found
+
+        def row(i):
+            if how == "an error" and i == 9:
+                raise ValueError("fails")
+            return {"id": np.int32(i), "x": np.zeros((100, 10))}
+
+        return grain.MapDataset.range(10_000).map(row).to_iter_dataset()
+
+    ds = grain_shard.feeds(make_feed, num_feeds=6).batch(12)
+    batches = iter(ds.shard_to(data_mesh(2), num_workers=2))
     if how == "only begun":
         batches.start_prefetch()
         eventually(children)
@@ -234,7 +209,10 @@ def test_no_process_and_no_shared_memory_is_left_after(how):
         batches.close()
     del batches
     gc.collect()
-    leaving.assert_nothing_is_left()
+    assert_no_child_is_left()
+    eventually(lambda: not background_threads())
+    if how != "an error":  # else an element may stay until the program ends, as docs say
+        eventually(lambda: not [f for f in os.listdir(SHARED_MEMORY) if prefix in f])
 
 
 class Heavy(Made):
@@ -261,26 +239,26 @@ def test_a_worker_whose_states_are_large_ends_when_it_is_told_and_need_not_be_ki
 
 
 @slow
-def test_no_more_batches_are_made_ahead_than_the_documentation_says(tmp_path):
+@pytest.mark.parametrize(("num_workers", "cpu_buffer_size"), [(2, 1), (3, 8)])
+def test_no_more_batches_are_made_ahead_than_the_documentation_says(
+    num_workers, cpu_buffer_size, tmp_path
+):
     def row(feed, i):
         (tmp_path / f"{feed}-{i}").touch()
         return {"id": np.int32(i)}
 
-    for num_workers, cpu_buffer_size in [(2, 1), (3, 8)]:
-        for file in tmp_path.iterdir():
-            file.unlink()
-        ds = feeds_of(row, 4, 8).shard_to(
-            data_mesh(2),
-            num_workers=num_workers,
-            cpu_buffer_size=cpu_buffer_size,
-            device_buffer_size=1,
-        )
-        on_host = max(cpu_buffer_size, 4) + 1  # + 1: in flight between host and devices
-        with iter(ds) as batches:
-            for k in range(1, 6):
-                next(batches)
-                eventually(lambda: len(list(tmp_path.iterdir())) >= 8 * (k + on_host))
-                assert len(list(tmp_path.iterdir())) <= 8 * (k + on_host + 1)  # + 1: on the devices
+    ds = feeds_of(row, 4, 8).shard_to(
+        data_mesh(2),
+        num_workers=num_workers,
+        cpu_buffer_size=cpu_buffer_size,
+        device_buffer_size=1,
+    )
+    on_host = max(cpu_buffer_size, 4) + 1  # + 1: in flight between host and devices
+    with iter(ds) as batches:
+        for k in range(1, 6):
+            next(batches)
+            eventually(lambda: len(list(tmp_path.iterdir())) >= 8 * (k + on_host))
+            assert len(list(tmp_path.iterdir())) <= 8 * (k + on_host + 1)  # + 1: on the devices
 
 
 @slow

@@ -1,9 +1,11 @@
 """Feeds on one host: which rows, where they end, their state, and what is refused."""
 
 import contextlib
+import itertools
 import json
 import re
 import threading
+from functools import partial
 
 import grain
 import jax
@@ -25,6 +27,7 @@ from tests.pipelines import (
     Odd,
     after,
     assert_same,
+    assert_same_batches,
     feeds_of,
     going_on,
     shared_out,
@@ -46,10 +49,7 @@ def numbers(lengths):
 
 def valid(batches):
     """The ids of every batch, None for padding."""
-    return [
-        [int(i) if real else None for i, real in zip(b["id"], b["valid_mask"], strict=True)]
-        for b in batches
-    ]
+    return [np.where(b["valid_mask"], b["id"], None).tolist() for b in batches]
 
 
 # Rows.
@@ -135,11 +135,8 @@ def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host()
 
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 def test_without_a_mask_any_tree_will_do():
-    ds = feeds_of(lambda feed, i: (i, feed), 2, 4, length=3)
-    batches = [
-        jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, b))
-        for b in ds.shard_to(data_mesh(2), mask_key=None)
-    ]
+    ds = feeds_of(lambda feed, i: (i, feed), 2, 4, length=3).shard_to(data_mesh(2), mask_key=None)
+    batches = [jax.tree.map(lambda leaf: leaf.tolist(), batch) for batch in ds]
     assert batches == [([0, 1, 0, 1], [0, 0, 1, 1]), ([2, 0, 2, 0], [0, 0, 1, 0])]
 
 
@@ -152,26 +149,14 @@ def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
     assert batch == [0, 1, 2, None, None, None, None, None]
 
 
-def lengths_of(length):
-    return {"tokens": length, "document": length}
+def packing(ds, by, length=128, **options):
+    """Packs a stream into rows of so many tokens, by a node of Grain's."""
+    return by(ds, length_struct={"tokens": length, "document": length}, **options)
 
 
-def first_fit(ds, num_packing_bins=6):
-    return grain.experimental.FirstFitPackIterDataset(
-        ds, length_struct=lengths_of(128), num_packing_bins=num_packing_bins
-    )
-
-
-def best_fit(ds, length=128):
-    return grain.experimental.BestFitPackIterDataset(
-        ds, length_struct=lengths_of(length), num_packing_bins=6
-    )
-
-
-def concat_then_split(ds, length=128):
-    return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths_of(length))
-
-
+first_fit = partial(packing, by=grain.experimental.FirstFitPackIterDataset, num_packing_bins=6)
+best_fit = partial(packing, by=grain.experimental.BestFitPackIterDataset, num_packing_bins=6)
+concat_then_split = partial(packing, by=grain.experimental.ConcatThenSplitIterDataset)
 PACKERS = {
     "first fit": first_fit,
     "best fit": best_fit,
@@ -206,10 +191,8 @@ def test_a_feed_may_run_in_a_worker_process_of_its_own():
 
     found = with_states(batches(in_a_worker), count=3)
     found += with_states(batches(in_a_worker), found[-1][1], 1)
-    for (batch, _), (expected, _) in zip(
-        found, with_states(batches(text.packed), count=4), strict=True
-    ):
-        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+    expected = itertools.islice(batches(text.packed), 4)
+    assert_same_batches([batch for batch, _ in found], list(expected))
 
 
 # States.
@@ -300,10 +283,7 @@ def test_what_is_no_state_or_was_changed_is_refused_and_starts_no_feed_anew(key,
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_feeds_that_ignore_their_number_are_named_once(num_workers, caplog):
-    def make_feed(feed):
-        return grain.MapDataset.range(8).map(lambda i: {"id": i}).to_iter_dataset()
-
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    ds = feeds_of(lambda feed, i: {"id": i}, 4, 8, length=8, options=grain.ReadOptions())
     ds = ds.shard_to(data_mesh(2), num_workers=num_workers)
     for _ in range(2):
         with iter(ds) as batches:
@@ -635,41 +615,30 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
         next(batches)
 
 
-NUM_EPOCHS = 3
-
-
-def chained(feed, folder):
-    """The epochs of files, one after the other."""
-    files = sorted(folder.glob("rows-*.parquet"))[feed.shard_index :: feed.shard_count]
-
-    def one_epoch(epoch):
-        order = np.random.default_rng(epoch).permutation(len(files))
-        stream = grain.experimental.ParquetIterDataset([str(files[i]) for i in order])
-        stream = grain.experimental.WindowShuffleIterDataset(stream, window_size=50, seed=epoch)
-        return stream.map(lambda row: {"id": np.int32(row["id"]), "epoch": np.int32(epoch)})
-
-    epochs = [one_epoch(epoch) for epoch in range(NUM_EPOCHS)]
-    return grain.experimental.InterleaveIterDataset(epochs, cycle_length=1)
-
-
 def test_several_epochs_of_files_are_resumed_in_the_middle(tmp_path):
     """As `docs/data.md` chains them. Of `.repeat`, see test_feed_reads.py."""
     for part in range(16):
         table = pyarrow.table({"id": np.arange(25) + 25 * part})
         pyarrow.parquet.write_table(table, tmp_path / f"rows-{part:02}.parquet")
 
-    def rows_of(batches):
-        rows = {epoch: [] for epoch in range(NUM_EPOCHS)}
-        for batch in batches:
-            for epoch, i in zip(batch["epoch"].tolist(), batch["id"].tolist(), strict=True):
-                rows[epoch].append(i)
-        return rows
+    def make_feed(feed):
+        files = sorted(tmp_path.glob("rows-*.parquet"))[feed.shard_index :: feed.shard_count]
 
-    ds = grain_shard.feeds(lambda feed: chained(feed, tmp_path), num_feeds=8).batch(48)
+        def one_epoch(epoch):
+            order = np.random.default_rng(epoch).permutation(len(files))
+            stream = grain.experimental.ParquetIterDataset([str(files[i]) for i in order])
+            stream = grain.experimental.WindowShuffleIterDataset(stream, window_size=50, seed=epoch)
+            return stream.map(lambda row: {"id": np.int32(row["id"]), "epoch": np.int32(epoch)})
+
+        epochs = [one_epoch(epoch) for epoch in range(3)]
+        return grain.experimental.InterleaveIterDataset(epochs, cycle_length=1)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=8).batch(48)
     ds = ds.shard_to(data_mesh(8), remainder="error", mask_key=None)
     taken = with_states(ds)
-    whole = rows_of(batch for batch, _ in taken)
-    assert all(sorted(rows) == list(range(400)) for rows in whole.values())
+    rows = {name: np.concatenate([batch[name] for batch, _ in taken]) for name in ("id", "epoch")}
+    whole = [rows["id"][rows["epoch"] == epoch].tolist() for epoch in range(3)]
+    assert all(sorted(of_epoch) == list(range(400)) for of_epoch in whole)
     assert whole[0] != whole[1] != whole[2]
     # After ten batches it is in the second epoch.
     assert_same(with_states(ds, taken[9][1]), taken[10:])

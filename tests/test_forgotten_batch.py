@@ -6,7 +6,7 @@ import pytest
 
 import grain_shard
 from grain_shard import BatchSchedule, ShardingError
-from tests.conftest import data_mesh
+from tests.conftest import Made, data_mesh, refused
 
 
 def labeled(i):
@@ -35,7 +35,7 @@ def first(ds, **options):
 
 
 WITHOUT_BATCH = {
-    "random access": lambda: records(),
+    "random access": records,
     "looked through": lambda: records().to_iter_dataset(),
     "a stream": lambda: records().to_iter_dataset().filter(kept),
     "a mixture": lambda: grain.MapDataset.mix([records(), records()]),
@@ -57,36 +57,31 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
 
 
 def test_random_access_is_refused_when_the_pipeline_is_built():
-    with pytest.raises(ShardingError, match="But this leaf is a scalar, and has no dim 0"):
+    with refused("But this leaf is a scalar, and has no dim 0"):
         records().shard_to(data_mesh(8))
 
 
-class OwnBatches(grain.IterDataset):
-    """A stream of the user's own, of whole batches."""
+def with_step(batch):
+    return batch | {"step": 3}
 
-    def __iter__(self):
-        return iter(records().batch(16).map(lambda b: b | {"step": 3}).to_iter_dataset())
+
+def loaded(batch):
+    return grain_shard.from_iterable([batch] * 2, rows="global")
 
 
 WITH_BATCH = {
     "random access": lambda: records().batch(16),
-    "a number of the batch": lambda: records().batch(16).map(lambda b: b | {"step": 3}),
+    "a number of the batch": lambda: records().batch(16).map(with_step),
     "of a stream": lambda: records().to_iter_dataset().filter(kept).batch(16),
     "in the middle": lambda: records().batch(16).to_iter_dataset().filter(kept),
     "in the parts of a mixture": lambda: grain.MapDataset.mix([records().batch(16)] * 2),
-    "a schedule": lambda: (
-        records().pipe(BatchSchedule({0: 16})).map(lambda batch: batch | {"step": 3})
-    ),
+    "a schedule": lambda: records().pipe(BatchSchedule({0: 16})).map(with_step),
     "batches cut anew": lambda: grain.experimental.RebatchIterDataset(
         records().to_iter_dataset().batch(16), 8
     ),
-    "a stream of one's own": OwnBatches,
-    "another library's": lambda: grain_shard.from_iterable(
-        [whole_batch(0) | {"step": 3}] * 2, rows="global"
-    ),
-    "a map over another library's": lambda: grain_shard.from_iterable(
-        [whole_batch(0)] * 2, rows="global"
-    ).map(lambda batch: batch | {"step": 3}),
+    "a stream of one's own": lambda: Made(lambda i: with_step(whole_batch(i))),
+    "another library's": lambda: loaded(with_step(whole_batch(0))),
+    "a map over another library's": lambda: loaded(whole_batch(0)).map(with_step),
 }
 
 

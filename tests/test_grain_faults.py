@@ -16,7 +16,6 @@ Not here, and why:
 import contextlib
 import json
 import pickle
-import textwrap
 
 import cloudpickle
 import grain
@@ -32,7 +31,7 @@ import grain_shard
 from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError
 from grain_shard.grain_inside import nodes
 from tests.conftest import Made, MadeIterator, data_mesh, ids, numbered
-from tests.test_lifecycle import run
+from tests.test_lifecycle import run, script
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
 
@@ -47,105 +46,100 @@ class Counted(dict):
         return Counted(self)
 
 
-class TestThreadPrefetch:
-    def test_it_deep_copies_the_state_of_every_element(self, mesh):
-        class Source(Made):
-            def __iter__(self):
-                return Iterator(self)
+def with_state(state_of, *made):
+    """Returns a `Made` whose state `state_of` makes of the number of elements given."""
 
-        class Iterator(MadeIterator):
-            def get_state(self):
-                return Counted(super().get_state())
+    class Source(Made):
+        def __iter__(self):
+            return Iterator(self)
 
-        source = Source(lambda k: {"id": np.full(8, k)}, 5)
-        Counted.copies = 0
-        list(ThreadPrefetch(source, prefetch_buffer_size=2))
-        assert Counted.copies == 5
-        Counted.copies = 0
-        ds = source.shard_to(mesh)
-        assert len(list(ds)) == 5
-        assert Counted.copies == 0
-        # And still the state is that of the batch, though the source has run ahead.
-        with iter(ds) as iterator:
-            next(iterator)
-            assert iterator.get_state()["parent"]["parent"]["given"] == 1
+    class Iterator(MadeIterator):
+        def get_state(self):
+            return state_of(self.given)
+
+    return Source(*made)
 
 
-class TestReadAhead:
-    def test_default_read_options_look_the_same_whether_they_were_given_or_not(self, mesh):
-        batches = numbered(16, 8)
-        given = batches.to_iter_dataset(grain.ReadOptions(16, 500))
-        assert {**vars(given), "_parents": ()} == {
-            **vars(batches.to_iter_dataset()),
-            "_parents": (),
-        }
-        # So they are no wish, and others are. Who means them says so to shard_to.
-        assert nodes.below_read_ahead(given)[1] is None
-        assert given.shard_to(mesh).settings.cpu_buffer_size == DevicePut.cpu_buffer_size
-        assert given.shard_to(mesh, cpu_buffer_size=500).settings.cpu_buffer_size == 500
-        for threads, buffer in [(8, 32), (16, 499), (15, 500)]:
-            other = batches.to_iter_dataset(grain.ReadOptions(threads, buffer))
-            assert nodes.below_read_ahead(other)[1] == (threads, buffer)
-            assert other.shard_to(mesh).settings.cpu_buffer_size == buffer
-            assert other.shard_to(mesh, cpu_buffer_size=4).settings.cpu_buffer_size == 4
-
-
-class TestBatch:
-    def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows(self):
-        shared = SharedMemoryArray((4, 2), np.int32)
-        shared[:] = np.arange(8).reshape(4, 2)
-        sent = pickle.loads(pickle.dumps(shared[2:]))
-        assert sent.tolist() == [[0, 1], [2, 3]], "rows 0 and 1, and not 2 and 3"
-        batches = grain.MapDataset.range(1).map(lambda k: shared).to_iter_dataset()
-        rows = list(batches.pipe(ShardBatch(BatchLayout(2, (1,)))))
-        assert type(rows[0]) is np.ndarray
-        assert pickle.loads(pickle.dumps(rows[0])).tolist() == [[4, 5], [6, 7]]
-        shared.unlink_on_del()
-
-
-class TestConcatThenSplit:
-    def test_its_state_does_not_survive_json_and_ours_does(self):
-        # It compares slices with tuples; JSON, as in Grain's own checkpoints, has none.
-        records = [{"x": np.arange(5 + i % 37)} for i in range(60)]
-
-        def rows():
-            ds = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
-            return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct={"x": 32})
-
-        def after(state):
-            iterator = iter(rows())
-            iterator.set_state(json.loads(json.dumps(state)))
-            return [row["x"].tolist() for row in iterator]
-
-        iterator = iter(rows())
+def test_thread_prefetch_deep_copies_the_state_of_every_element(mesh):
+    source = with_state(lambda given: Counted(given=given), lambda k: {"id": np.full(8, k)}, 5)
+    Counted.copies = 0
+    list(ThreadPrefetch(source, prefetch_buffer_size=2))
+    assert Counted.copies == 5
+    Counted.copies = 0
+    ds = source.shard_to(mesh)
+    assert len(list(ds)) == 5
+    assert Counted.copies == 0
+    # And still the state is that of the batch, though the source has run ahead.
+    with iter(ds) as iterator:
         next(iterator)
-        state = iterator.get_state()
-        expected = [row["x"].tolist() for row in iterator]
-        assert after(state) != expected
+        assert iterator.get_state()["parent"]["parent"]["given"] == 1
 
-        ours = iter(rows().batch(1).shard_to(jax.make_mesh((1,), ("data",))))
-        next(ours)
-        state = json.loads(json.dumps(ours.get_state()))
-        ours.set_state(state)
-        assert [np.asarray(batch["x"])[0].tolist() for batch in ours] == expected
+
+def test_default_read_options_look_the_same_whether_they_were_given_or_not(mesh):
+    batches = numbered(16, 8)
+    given = batches.to_iter_dataset(grain.ReadOptions(16, 500))
+    assert {**vars(given), "_parents": ()} == {**vars(batches.to_iter_dataset()), "_parents": ()}
+    # So they are no wish, and others are. Who means them says so to shard_to.
+    assert nodes.below_read_ahead(given)[1] is None
+    assert given.shard_to(mesh).settings.cpu_buffer_size == DevicePut.cpu_buffer_size
+    assert given.shard_to(mesh, cpu_buffer_size=500).settings.cpu_buffer_size == 500
+    for threads, buffer in [(8, 32), (16, 499), (15, 500)]:
+        other = batches.to_iter_dataset(grain.ReadOptions(threads, buffer))
+        assert nodes.below_read_ahead(other)[1] == (threads, buffer)
+        assert other.shard_to(mesh).settings.cpu_buffer_size == buffer
+        assert other.shard_to(mesh, cpu_buffer_size=4).settings.cpu_buffer_size == 4
+
+
+def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows():
+    shared = SharedMemoryArray((4, 2), np.int32)
+    shared[:] = np.arange(8).reshape(4, 2)
+    sent = pickle.loads(pickle.dumps(shared[2:]))
+    assert sent.tolist() == [[0, 1], [2, 3]], "rows 0 and 1, and not 2 and 3"
+    batches = grain.MapDataset.range(1).map(lambda k: shared).to_iter_dataset()
+    rows = list(batches.pipe(ShardBatch(BatchLayout(2, (1,)))))
+    assert type(rows[0]) is np.ndarray
+    assert pickle.loads(pickle.dumps(rows[0])).tolist() == [[4, 5], [6, 7]]
+    shared.unlink_on_del()
+
+
+def test_a_state_of_concat_then_split_does_not_survive_json_and_ours_does():
+    # It compares slices with tuples; JSON, as in Grain's own checkpoints, has none.
+    records = [{"x": np.arange(5 + i % 37)} for i in range(60)]
+
+    def rows():
+        ds = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
+        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct={"x": 32})
+
+    def after(state):
+        iterator = iter(rows())
+        iterator.set_state(json.loads(json.dumps(state)))
+        return [row["x"].tolist() for row in iterator]
+
+    iterator = iter(rows())
+    next(iterator)
+    state = iterator.get_state()
+    expected = [row["x"].tolist() for row in iterator]
+    assert after(state) != expected
+
+    ours = iter(rows().batch(1).shard_to(jax.make_mesh((1,), ("data",))))
+    next(ours)
+    state = json.loads(json.dumps(ours.get_state()))
+    ours.set_state(state)
+    assert [np.asarray(batch["x"])[0].tolist() for batch in ours] == expected
 
 
 class TestWorkers:
     @pytest.mark.slow
     def test_they_do_not_start_in_a_plain_script(self, tmp_path):
         # grain#1355: Grain reads absl's flags, which nobody has parsed.
-        code = textwrap.dedent("""\
-            import grain, jax, numpy as np
-            import grain_shard
-
+        code = script("""
             if __name__ == "__main__":
                 ds = grain.MapDataset.range(4).map(lambda i: {"id": np.int32(i)}).batch(4)
                 try:
                     next(iter(ds.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(1))))
                 except Exception as error:
                     print(type(error).__name__)
-                mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-                with iter(ds.shard_to(mesh, num_workers=1)) as iterator:
+                with iter(ds.shard_to(mesh(), num_workers=1)) as iterator:
                     print(next(iterator)["id"].tolist())
             """)
         status, out, _ = run(code, tmp_path / "program.py")  # stderr: test_workers.py
@@ -163,7 +157,7 @@ class TestWorkers:
         ds.mp_prefetch(grain.MultiprocessingOptions(2))  # building it is enough
         assert leaf(ds) is SharedMemoryArray
 
-        ds = grain.MapDataset.range(16).map(lambda i: {"id": i}).batch(8)
+        ds = numbered(16, 8)
         sharded = ds.to_iter_dataset().shard_to(mesh, num_workers=2)
         with iter(sharded) as iterator:  # builds all that starts the workers, and starts none
             iterator.get_state()
@@ -183,7 +177,7 @@ class TestWorkers:
             page[:] = 7
             assert np.asarray(placed).max() == 7
             page[:] = 0
-        # What this package does instead: TestMemory in test_workers.py.
+        # Instead: test_batches_stay_intact_when_all_are_kept in test_workers.py.
 
     def test_a_sharding_does_not_travel_to_them(self, mesh):
         sharding = NamedSharding(mesh, P("data"))
@@ -193,40 +187,30 @@ class TestWorkers:
         # What this package does instead: TestC10 in test_workers.py.
 
 
-class TestState:
-    def test_a_numpy_integer_in_a_state_does_not_save(self, mesh):
-        class Source(Made):
-            def __iter__(self):
-                return Iterator(self)
+def test_a_numpy_integer_in_a_state_does_not_save(mesh):
+    def state_of(given):
+        deep = {"er": np.bool_(True)}
+        return {"given": np.int64(given), "list": [np.float32(0.5)], "deep": deep}
 
-        class Iterator(MadeIterator):
-            def get_state(self):
-                given = np.int64(self.given)
-                return {"given": given, "list": [np.float32(0.5)], "deep": {"er": np.bool_(True)}}
-
-        source = Source(lambda k: {"id": np.full(8, k)})
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            json.dumps(iter(source.map(lambda b: b)).get_state())
-        ds = source.shard_to(mesh)
-        with iter(ds) as iterator, iter(ds) as restored:
-            next(iterator), next(iterator)
-            restored.set_state(json.loads(json.dumps(iterator.get_state())))
-            assert ids([next(restored)]) == ids([next(iterator)]) == [[2] * 8]
+    source = with_state(state_of, lambda k: {"id": np.full(8, k)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps(iter(source.map(lambda b: b)).get_state())
+    ds = source.shard_to(mesh)
+    with iter(ds) as iterator, iter(ds) as restored:
+        next(iterator), next(iterator)
+        restored.set_state(json.loads(json.dumps(iterator.get_state())))
+        assert ids([next(restored)]) == ids([next(iterator)]) == [[2] * 8]
 
 
-def interleaved(repeat):
-    """15 records of two streams, four times, repeated above or below."""
+def repeated(ds):
+    return grain.experimental.RepeatIterDataset(ds, 4)
+
+
+def interleaved(of_each=lambda ds: ds):
+    """15 records of two streams; `of_each` gets each of them."""
     parts = [grain.MapDataset.range(9), grain.MapDataset.range(9, 15)]
-    streams = [repeat(part.map(lambda i: {"id": i}).to_iter_dataset(), 4, False) for part in parts]
-    return repeat(grain.experimental.InterleaveIterDataset(streams, cycle_length=2), 4, True)
-
-
-def above(ds, times, is_interleaved):
-    return grain.experimental.RepeatIterDataset(ds, times) if is_interleaved else ds
-
-
-def below(ds, times, is_interleaved):
-    return ds if is_interleaved else grain.experimental.RepeatIterDataset(ds, times)
+    streams = [of_each(part.map(lambda i: {"id": i}).to_iter_dataset()) for part in parts]
+    return grain.experimental.InterleaveIterDataset(streams, cycle_length=2)
 
 
 def left_after(ds, taken):
@@ -239,17 +223,17 @@ def left_after(ds, taken):
 
 
 def test_grain_loses_epochs_of_a_repeated_interleave_after_a_restore():
-    assert left_after(interleaved(above), 33) == 15  # of 27
+    assert left_after(repeated(interleaved()), 33) == 15  # of 27
 
 
 def test_which_is_refused_and_the_remedy_loses_nothing():
     for build in (
-        lambda: interleaved(above).batch(3).shard_to(data_mesh(1)),
-        lambda: list(grain_shard.feeds(lambda feed: interleaved(above), num_feeds=1).batch(3)),
+        lambda: repeated(interleaved()).batch(3).shard_to(data_mesh(1)),
+        lambda: list(grain_shard.feeds(lambda _: repeated(interleaved()), num_feeds=1).batch(3)),
     ):
         with pytest.raises(ShardingError, match="Grain loses the later epochs"):
             build()
-    assert left_after(interleaved(below).batch(3).shard_to(data_mesh(1)), 11) == 9
+    assert left_after(interleaved(repeated).batch(3).shard_to(data_mesh(1)), 11) == 9
 
 
 def test_an_elastic_iterator_is_refused_by_name():

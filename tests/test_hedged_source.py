@@ -10,6 +10,7 @@ import gc
 import pickle
 import sys
 import threading
+from types import SimpleNamespace
 
 import grain
 import numpy as np
@@ -21,27 +22,11 @@ from grain_shard.reading.origin import Origin
 from grain_shard.sources import hedged_source
 from grain_shard.sources.daemon_threads import DaemonThreads
 from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
-from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
+from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
 from tests.pipelines import after, going_on
 from tests.test_faults import PIPELINES
 from tests.test_lifecycle import run
 from tests.test_reads import IMPATIENT, in_order
-
-
-class Clock:
-    """A clock by which each read of `source` takes the next of some milliseconds."""
-
-    def __init__(self, *milliseconds):
-        self.milliseconds, self.now = milliseconds, 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def source(self):
-        def takes(index, number):
-            self.now += self.milliseconds[index] / 1e3
-
-        return Source(len(self.milliseconds), takes)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +39,13 @@ class Clock:
 def test_the_usual_time_is_one_that_nineteen_of_twenty_reads_do_not_exceed(
     milliseconds, least, most, monkeypatch
 ):
-    clock = Clock(*milliseconds * (2000 // len(milliseconds)))
-    monkeypatch.setattr(hedged_source, "time", clock)
-    hedged = HedgedSource(clock.source())
+    now = [0.0]
+
+    def takes(index, number):
+        now[0] += milliseconds[index % len(milliseconds)] / 1e3
+
+    monkeypatch.setattr(hedged_source, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    hedged = HedgedSource(Source(2000, takes))
     for i in range(len(hedged)):
         hedged[i]
     assert least < 1e3 * hedged._usual_s < most
@@ -232,19 +221,13 @@ class TestErrors:
 
     def test_what_has_failed_is_not_asked_for_again(self, monkeypatch):
         monkeypatch.setattr(hedged_source, "_LEAST_S", HANG_S)  # before it has failed, either
-        asked = []
-
-        def fail(index, number):
-            if index == 17:
-                asked.append(number)
-                raise OSError("seventeen")
-
-        with iter(sharded(Source(200, fail), retries=0)) as iterator:
+        source = Source(200, bad(17, error=OSError))
+        with iter(sharded(source, retries=0)) as iterator:
             for _ in range(2):
                 next(iterator)
-            with pytest.raises(OSError, match="seventeen"):
+            with pytest.raises(OSError, match="record 17 is corrupt"):
                 next(iterator)
-        assert asked == [1, 2]  # the second time to find out which record it was
+        assert source.requests[17] == 2  # the second time to find out which record it was
 
 
 class TestTheSameSource:

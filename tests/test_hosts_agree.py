@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from tests.conftest import HANG_S, eventually
-from tests.on_hosts import or_traceback, own_rows
+from tests.on_hosts import cases_of, or_traceback, own_rows
 from tests.pipelines import shared_out
 
 pytestmark = pytest.mark.slow
@@ -61,8 +62,7 @@ def numbered(num_records=22, width=3, dtype=np.float32):
 
 
 def shard(ds, mesh=None, spec=None, **options):
-    mesh = mesh_of(jax.devices()) if mesh is None else mesh
-    return iter(ds.shard_to(mesh, spec, **{"timeout_s": 20, **options}))
+    return iter(ds.shard_to(mesh or mesh_of(jax.devices()), spec, **{"timeout_s": 20, **options}))
 
 
 def first_batch(iterator):
@@ -89,10 +89,6 @@ def own_ids(batch):
     return list(own_rows(batch).values())
 
 
-def files(directory, *names):
-    return grain_shard.ArrayRecordSource([str(directory / name) for name in names])
-
-
 def decode(data):
     return {"id": np.frombuffer(data, np.int32, 1)[0]}
 
@@ -114,7 +110,8 @@ def at_step(iterator, step=None, **place):
 
 
 def of_files(directory, names):
-    return grain.MapDataset.source(files(directory, *names)).map(decode).batch(8)
+    source = grain_shard.ArrayRecordSource([str(directory / name) for name in names])
+    return grain.MapDataset.source(source).map(decode).batch(8)
 
 
 def of_records(ds, mesh=None, **options):
@@ -194,6 +191,13 @@ SAID = {
 }
 
 
+def logged():
+    """A list of the lines of the log from now on."""
+    lines = []
+    logging.getLogger("absl").addFilter(lambda line: lines.append(line.getMessage()) or True)
+    return lines
+
+
 def case_differences(host, directory):
     """By the name of each difference, how the host is refused."""
     return {name: first_batch(make(host == ODD, directory)) for name, make in DIFFERENCES.items()}
@@ -227,6 +231,8 @@ def case_contents_of_feeds(host, _):
 
 
 def case_random_above_the_source(host, _):
+    """Functions above it may be random: they are not compared."""
+
     def changed(record, rng):
         return {**record, "time": np.float64(time.time()), "x": rng.normal() + np.random.rand()}
 
@@ -236,8 +242,7 @@ def case_random_above_the_source(host, _):
 
 
 def case_random_in_the_source(host, _):
-    lines = []
-    logging.getLogger("absl").addFilter(lambda line: lines.append(line.getMessage()) or True)
+    lines = logged()
     ds = grain.MapDataset.source(Files(range(4), lambda: np.random.bytes(4))).map(decode).batch(8)
     ds, rows, states = ds.shard_to(mesh_of(jax.devices()), timeout_s=20), [], []
     for _ in range(2):
@@ -277,7 +282,8 @@ def case_a_batch_of_a_stream_that_one_host_cannot_place(host, _):
     """The hosts have voted on the batch before one of them finds that it cannot place it."""
     mesh = mesh_of(jax.devices(), (4, 2), ("data", "model"))
     records = numbered(width=3 if host == ODD else 4)
-    return first_batch(shard(stream(records), mesh, P("data", "model"), rows="global"))
+    ds = stream(records)
+    return {ODD: first_batch(shard(ds, mesh, P("data", "model"), rows="global"))}
 
 
 def case_a_stream_on_one_host(host, _):
@@ -296,6 +302,7 @@ def case_two_iterators_interleaved(host, _):
 
 
 def case_abandoned_iterators(host, _):
+    """All hosts leave iterators in their middle, and make another one."""
     if host == ODD:
         shard(numbered().batch(8))  # never asked for a batch, so nobody waits for it
     for _ in range(2):
@@ -313,38 +320,29 @@ def case_own_devices_only(host, _):
 
 
 def case_what_is_logged_of_own_devices_only(host, _):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("absl").addHandler(handler)
-    try:
-        numbered().batch(8).shard_to(mesh_of(jax.devices()))
-        before = len(lines)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with shard(numbered().batch(4), mesh_of(jax.local_devices(), (2,))) as iterator:
-                list(iterator)
-    finally:
-        logging.getLogger("absl").removeHandler(handler)
-    return before, lines
+    lines = logged()
+    numbered().batch(8).shard_to(mesh_of(jax.devices()))
+    before = len(lines)
+    own = mesh_of(jax.local_devices(), (2,))
+    with warnings.catch_warnings(action="error"), shard(numbered().batch(4), own) as iterator:
+        list(iterator)
+    return before, list(lines)
 
 
-def late(host, directory, *, late_host, case):
-    """One host arrives when the others have given up on it."""
-    if host == late_host:
-        for other in set(range(HOSTS)) - {host}:
-            eventually((directory / f"{case} {other}").exists)
-    result = first_batch(shard(numbered().batch(8), timeout_s=2))
-    (directory / f"{case} {host}").touch()
-    return result
+LATE_HOSTS = (3, 0)
 
 
-def case_host_3_arrives_late(host, directory):
-    return late(host, directory, late_host=3, case="host 3 late")
-
-
-def case_host_0_arrives_late(host, directory):
-    return late(host, directory, late_host=0, case="host 0 late")
+def case_a_host_arrives_late(host, directory):
+    """By the late host, which arrives when the others have given up on it."""
+    found = {}
+    for late_host in LATE_HOSTS:
+        rounds.meet(f"begin without host {late_host}", range(HOSTS), 100.0)
+        if host == late_host:
+            for other in set(range(HOSTS)) - {host}:
+                eventually((directory / f"{other} without {host}").exists)
+        found[late_host] = first_batch(shard(numbered().batch(8), timeout_s=2))
+        (directory / f"{host} without {late_host}").touch()
+    return found
 
 
 def case_some_hosts_only_and_then_all(host, _):
@@ -406,9 +404,13 @@ def case_the_first_wait_is_interrupted_on_one_host(host, _):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     reads, goes_on = itertools.count(), threading.Event()
 
+    def main_thread_waits():
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        return "_wait" in [frame.name for frame in stack]
+
     def load(i):
         if host == ODD and next(reads) == 0:
-            eventually(lambda: main_thread_is_in("_wait"))
+            eventually(main_thread_waits)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             assert goes_on.wait(HANG_S)
         return {"id": np.int32(i)}
@@ -424,14 +426,7 @@ def case_the_first_wait_is_interrupted_on_one_host(host, _):
         return interrupts, rows, next(iterator, None)
 
 
-def main_thread_is_in(function):
-    frame = sys._current_frames()[threading.main_thread().ident]
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
-
-
-CASES = [case for name, case in globals().items() if name.startswith("case_")]
+CASES = cases_of(globals())
 
 
 @pytest.fixture(scope="module")
@@ -482,10 +477,6 @@ def test_a_host_that_lists_its_files_in_another_order_is_named_with_a_record(res
         assert "sort the list of files" in remedy
 
 
-def test_functions_above_the_source_may_be_random(results):
-    assert results[case_random_above_the_source] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 def test_a_source_that_is_random_is_not_compared_and_says_so_once(results):
     for host, (rows, states, lines) in enumerate(results[case_random_in_the_source]):
         assert rows == 2 * [[2 * host, 2 * host + 1]]
@@ -508,26 +499,28 @@ def test_a_field_that_is_the_same_everywhere_is_not_named(results):
         assert "next batch: " not in of_host["next record"]["text"]
 
 
-@pytest.mark.parametrize("failing", [0, ODD])
-def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhere(
-    results, failing
+@pytest.mark.parametrize(
+    ("case", "failing", "error", "told"),
+    [
+        (case_first_record_raises, 0, "ValueError", "ValueError: bad record 0"),
+        (case_first_record_raises, ODD, "ValueError", "ValueError: bad record 4"),
+        (
+            case_a_batch_of_a_stream_that_one_host_cannot_place,
+            ODD,
+            "ShardingError",
+            "dim 1 has size 3, which is not divisible by mesh axis 'model' (size 2)",
+        ),
+    ],
+)
+def test_a_host_that_fails_at_the_first_batch_has_its_own_error_and_is_named_elsewhere(
+    results, case, failing, error, told
 ):
-    others = [of_host[failing] for of_host in results[case_first_record_raises]]
+    others = [of_host[failing] for of_host in results[case]]
     own = others.pop(failing)
-    assert "bad record " in texts([own], "ValueError")[0]
+    assert told.removeprefix(f"{error}: ") in texts([own], error)[0]
     for text in texts(others, "AgreementError"):
         assert f"host {failing} failed." in text
-        assert f"ValueError: bad record {2 * failing}" in text
-
-
-def test_a_host_that_cannot_place_the_first_batch_of_a_stream_is_named_elsewhere(results):
-    others = list(results[case_a_batch_of_a_stream_that_one_host_cannot_place])
-    own = others.pop(ODD)
-    problem = "dim 1 has size 3, which is not divisible by mesh axis 'model' (size 2)"
-    assert problem in texts([own], "ShardingError")[0]
-    for text in texts(others, "AgreementError"):
-        assert f"host {ODD} failed." in text
-        assert problem in text
+        assert told in text
 
 
 def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
@@ -542,8 +535,12 @@ def test_two_iterators_may_be_interleaved(results):
         assert batches == [rows[0], rows[0], rows[1], rows[1], rows[2]]
 
 
-def test_an_iterator_may_be_abandoned_by_all_hosts_and_another_one_made(results):
-    assert results[case_abandoned_iterators] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+@pytest.mark.parametrize(
+    "case",
+    [case_random_above_the_source, case_abandoned_iterators, case_some_hosts_only_and_then_all],
+)
+def test_what_hosts_may_do_disturbs_no_batch(results, case):
+    assert results[case] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_mesh_of_one_hosts_devices_needs_no_agreement(results):
@@ -561,13 +558,11 @@ def test_hosts_that_train_apart_are_told_so_once(results):
         assert "jax.make_mesh" in line
 
 
-@pytest.mark.parametrize(
-    ("case", "late_host"), [(case_host_3_arrives_late, 3), (case_host_0_arrives_late, 0)]
-)
+@pytest.mark.parametrize("late_host", LATE_HOSTS)
 def test_a_host_that_does_not_arrive_in_time_is_named_and_learns_that_it_came_too_late(
-    results, case, late_host
+    results, late_host
 ):
-    others = list(results[case])
+    others = [of_host[late_host] for of_host in results[case_a_host_arrives_late]]
     texts([others.pop(late_host)], "HostTimeoutError")
     for text in texts(others, "HostTimeoutError"):
         assert f"host {late_host} did not answer in time (timeout_s=2)" in text
@@ -608,7 +603,3 @@ def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results)
     for host, result in enumerate(results[case_the_first_wait_is_interrupted_on_one_host]):
         rows = [[2 * host, 2 * host + 1], [8 + 2 * host, 8 + 2 * host + 1]]
         assert result == (int(host == ODD), rows, None)
-
-
-def test_an_iterator_of_some_hosts_does_not_disturb_the_next_one_of_all(results):
-    assert results[case_some_hosts_only_and_then_all] == [[0, 1], [2, 3], [4, 5], [6, 7]]

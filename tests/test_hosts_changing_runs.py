@@ -47,10 +47,9 @@ def batches_of(ds):
         return str(error)
 
 
-def refusal(call):
-    with pytest.raises(grain_shard.ShardingError) as caught:
-        call()
-    return str(caught.value)
+def alone(batches):
+    """The ids of every batch; of a dataset, by Grain alone."""
+    return [np.asarray(batch["id"]).tolist() for batch in batches]
 
 
 def mixture(weights):
@@ -69,8 +68,8 @@ def case_mixture_on_the_mesh_in_use(_):
 def case_mixture_with_other_weights_from_record_16_on(states):
     """Saved on the hosts of the run before, by weights that were to stay; "" in the first run."""
     if states:
-        iterator = iter(mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=20))
-        with iterator:
+        ds = mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=20)
+        with iter(ds) as iterator:
             iterator.set_state(states["mixture"])
             return [own_parts(batch) for batch in iterator]
     with iter(mixture({0: [3, 1]}).shard_to(data_mesh(), timeout_s=20)) as iterator:
@@ -125,26 +124,20 @@ def case_different_batches_by_mistake(_):
 
 
 def case_prefetch_onto_several_hosts(_):
-    mesh, own = data_mesh(), jax.local_devices()[0]
-    refused = {
-        "generator": refusal(lambda: grain_shard.prefetch_to_device(whole_batches(), device=mesh)),
-        "local": refusal(
-            lambda: grain_shard.prefetch_to_device(
-                from_iterable(whole_batches, rows="local"), device=mesh
-            )
-        ),
-        "dataset": refusal(
-            lambda: grain_shard.prefetch_to_device(mixture(WEIGHTS), device=mesh),
-        ),
-    }
-    said = from_iterable([{"id": np.arange(8)}], rows="global")
-    (batch,) = grain_shard.prefetch_to_device(said, device=mesh)
-    shards = {
-        shard.index[0].start: np.asarray(shard.data).tolist()
-        for shard in batch["id"].addressable_shards
-    }
-    on_one = [b["id"].tolist() for b in grain_shard.prefetch_to_device(whole_batches(), device=own)]
-    return refused, shards, on_one
+    prefetch = functools.partial(grain_shard.prefetch_to_device, device=data_mesh())
+    refused = {}
+    for name, source in {
+        "generator": whole_batches(),
+        "local": from_iterable(whole_batches, rows="local"),
+        "dataset": mixture(WEIGHTS),
+    }.items():
+        with pytest.raises(grain_shard.ShardingError) as refusal:
+            prefetch(source)
+        refused[name] = str(refusal.value)
+    (batch,) = prefetch(from_iterable([{"id": np.arange(8)}], rows="global"))
+    _, parts = own_parts(batch)["id"]
+    on_one = alone(prefetch(whole_batches(), device=jax.local_devices()[0]))
+    return refused, [(rows.start, part.tolist()) for (rows,), part in parts], on_one
 
 
 def case_pad_value_of_random_access(_):
@@ -312,11 +305,6 @@ def each_valid(of_hosts):
     return {key: valid([of_host[key] for of_host in of_hosts]) for key in of_hosts[0]}
 
 
-def alone(ds):
-    """The same of a dataset of batches, by Grain alone."""
-    return [np.asarray(batch["id"]).tolist() for batch in ds]
-
-
 def test_a_mixture_is_the_same_on_any_number_of_hosts_also_on_the_mesh_in_use(case):
     assert valid(case("mixture_on_the_mesh_in_use")) == alone(mixture(WEIGHTS))
 
@@ -406,30 +394,28 @@ def test_different_batches_by_mistake_are_found_out(case):
 
 
 def test_prefetch_to_device_refuses_what_could_lose_rows(case):
-    for host, (refused, shards, on_one) in enumerate(case("prefetch_onto_several_hosts")):
+    of_hosts = case("prefetch_onto_several_hosts")
+    each = NUM_DEVICES // len(of_hosts)
+    for host, (refused, parts, on_one) in enumerate(of_hosts):
         assert 'from_iterable(source, rows="global")' in refused["generator"]
         assert "this generator may yield different batches" in refused["generator"]
         assert "data=8" in refused["generator"]
         assert "yields only a part of each batch" in refused["local"]
         assert "end the dataset with .shard_to(sharding)" in refused["dataset"]
-        each = NUM_DEVICES // len(case("prefetch_onto_several_hosts"))
-        assert shards == {row: [row] for row in range(each * host, each * (host + 1))}
+        assert sorted(parts) == [(row, [row]) for row in range(each * host, each * (host + 1))]
         assert on_one == [list(range(8)), list(range(10, 17))]
 
 
-def test_the_pad_value_is_in_hosts_that_hold_nothing_else(case):
-    of_hosts = case("pad_value_of_random_access")
-    assert joined(of_hosts) == [list(range(8)), [8, 9, *[None] * 6]]
-    assert alone(assembled_batches(of_hosts)) == [list(range(8)), [8, 9, *[-1] * 6]]
-
-
-def test_the_pad_value_is_in_the_rows_of_feeds_that_have_ended(case):
-    of_hosts = case("pad_value_of_feeds")
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("random_access", [list(range(8)), [8, 9, *[None] * 6]]),
+        ("feeds", [[None, None, 10, None, 20, 21, 30, 31], [*[None] * 6, 32, None]]),
+    ],
+)
+def test_the_pad_value_is_in_all_padding(case, kind, expected):
+    of_hosts = case(f"pad_value_of_{kind}")
+    assert joined(of_hosts) == expected
     assert alone(assembled_batches(of_hosts)) == [
-        [-1, -1, 10, -1, 20, 21, 30, 31],
-        [-1, -1, -1, -1, -1, -1, 32, -1],
-    ]
-    assert joined(of_hosts) == [
-        [None, None, 10, None, 20, 21, 30, 31],
-        [None, None, None, None, None, None, 32, None],
+        [-1 if row is None else row for row in batch] for batch in expected
     ]

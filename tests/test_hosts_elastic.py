@@ -4,6 +4,7 @@ The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 wit
 64. What else changes in the middle of a run: test_hosts_changing_runs.py.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -81,10 +82,11 @@ def train(kind, job, directory):
     num_workers = WORKERS.get(kind, [0] * len(JOBS))[job]
     if kind in FEEDS:
         ds = grain_shard.feeds(text.packed, num_feeds=NUM_FEEDS).batch(global_batch_size)
+        rows_of = functools.partial(valid_rows_of_feeds, global_batch_size=global_batch_size)
     else:
-        ds = records().batch(global_batch_size)
+        ds, rows_of = records().batch(global_batch_size), valid_rows
     ds = ds.shard_to(data_mesh(), timeout_s=30, num_workers=num_workers)
-    api, done = KINDS[kind], []
+    api = KINDS[kind]
     with ds.epochs(2) if kind == "epochs" else iter(ds) as iterator:
         if job % 2:
             next(iterator)  # restore into one that is in use
@@ -93,11 +95,7 @@ def train(kind, job, directory):
         restored = iterator.get_state()
         epochs = iterator if kind == "epochs" else [iterator]
         batches = itertools.chain.from_iterable(epochs)
-        for batch in itertools.islice(batches, num_batches):
-            is_of_feeds = kind in FEEDS
-            done.append(
-                valid_rows_of_feeds(batch, global_batch_size) if is_of_feeds else valid_rows(batch)
-            )
+        done = [rows_of(batch) for batch in itertools.islice(batches, num_batches)]
         if num_batches is not None:
             save(api, directory / kind, job, iterator)
             for entry in iterator.get_state().get("feeds", {}).values():
@@ -175,11 +173,8 @@ def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(reports, kind)
         paths = [Path(path) for path, is_read in of_host["opened"] if is_read == reading]
         return [p.name for p in paths if "feeds-" in p.name and f"/{kind}/" in str(p)]
 
-    each, halves, all_feeds = (
-        files(*zip(range(4), range(4), strict=True)),
-        files((0, 1), (2, 3)),
-        files((0, 3)),
-    )
+    each, halves = files((0, 0), (1, 1), (2, 2), (3, 3)), files((0, 1), (2, 3))
+    all_feeds = files((0, 3))
     written = [[opened(of_host, reading=False) for of_host in job] for job in reports]
     assert written[:2] == [[[name] for name in each], [[name] for name in halves]]
     assert written[2:] == [[all_feeds], [[]] * 3]

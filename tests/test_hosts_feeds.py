@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests import text
-from tests.on_hosts import (
-    assembled_batches,
-    own_parts,
-)
+from tests.on_hosts import assembled_batches, own_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.conftest import CountingSource, read_for_batches
+from tests.counting_source import Source
 from tests.on_hosts import assembled, or_traceback, own_parts
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ HOSTS = (1, 2, 4)
 NUM_DEVICES = 8
 
 
-class EncodedSource(CountingSource):
+class EncodedSource(Source):
     def __getitem__(self, index):
         return (np.arange(8, dtype=np.int32) + 8 * super().__getitem__(index)).tobytes()
 
@@ -64,12 +64,7 @@ ONE_AXIS = shape((8,), ("data",))
 MODEL_OVER_HOSTS = shape((2, 4), ("model", "data"))
 EXPLICIT = shape((2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2)
 SEQ = shape((2, 4), ("data", "seq"))
-PER_LEAF = {
-    "id": P("data"),
-    "tokens": P("data", "seq"),
-    "noise": P(("data", "seq")),
-    "name": P("data"),
-}
+PER_LEAF = {"id": DATA, "tokens": P("data", "seq"), "noise": P(("data", "seq")), "name": DATA}
 # The host of the devices with data=0 and seq=2, 3 holds the first half of the tokens, and the
 # second half of the ids.
 ACROSS = {"id": P("seq"), "tokens": P("data"), "noise": P(), "name": P("data")}
@@ -105,7 +100,7 @@ CASES = {
     "sequence axis": Case(SEQ, P("data", "seq"), amplification=(1, 1, 2)),
     "sequence axis alone": Case(
         shape((8,), ("seq",)),
-        {**PER_LEAF, **dict.fromkeys(("id", "noise", "name"), P())} | {"tokens": P(None, "seq")},
+        {"id": P(), "tokens": P(None, "seq"), "noise": P(), "name": P()},
         amplification=(1, 2, 4),
     ),
     "replicated": Case(spec=P(), amplification=(1, 2, 4)),
@@ -183,28 +178,26 @@ def run_cases(cases):
 def run_case(case, devices):
     source, mesh = EncodedSource(case.num_records), case.mesh(devices)
     sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=20, **case.options)
-    source.read.clear()  # what was looked at when the pipeline was built
-    batches, states = [], []
+    source.requests.clear()  # what was looked at when the pipeline was built
+    batches, names, states = [], [], []
     with iter(sharded) as iterator:
         for batch in iterator:
-            text = {"name": batch.pop("name")}
-            batches.append({**own_parts(batch), **text})
+            names.append(batch.pop("name").tolist())
+            batches.append(own_parts(batch))
             states.append(json.dumps(iterator.get_state()))
-            for name in set(batch) - {"valid_mask"}:
-                assert_sharded_by(case.spec, mesh, name, batch[name])
+            for leaf in set(batch) - {"valid_mask"}:
+                spec, array = case.spec, batch[leaf]
+                spec = spec[leaf] if isinstance(spec, Mapping) else spec
+                expected = NamedSharding(mesh, P(*spec[: array.ndim]))
+                assert array.sharding.is_equivalent_to(expected, array.ndim), (leaf, array.sharding)
     return {
         "batches": batches,
+        "names": names,
         "states": states,
-        "read": read_for_batches(source.read, case.num_records),
+        "read": source.read_for_batches(),
         "length": len(sharded),
         "amplification": grain_shard.ShardingTree.of(mesh, case.spec).layout().amplification,
     }
-
-
-def assert_sharded_by(spec, mesh, name, array):
-    spec = spec[name] if isinstance(spec, Mapping) else spec
-    expected = NamedSharding(mesh, P(*spec[: array.ndim]))
-    assert array.sharding.is_equivalent_to(expected, array.ndim), (name, array.sharding)
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +227,10 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 
 def expected_batches(case):
-    """The padded batches, and the number of valid rows of each."""
     batches = list(case.batched(records(EncodedSource(case.num_records))))
-    valid = [len(batch["id"]) for batch in batches]
     if case.options.get("remainder") == "drop":
-        batches, valid = batches[:-1], valid[:-1]
-    return [padded(batch, case.rows) for batch in batches], valid
+        batches.pop()
+    return [padded(batch, case.rows) for batch in batches]
 
 
 def padded(batch, rows):
@@ -251,16 +242,12 @@ def padded(batch, rows):
     return {**batch, "valid_mask": np.arange(rows) < rows - missing}
 
 
-def without_text(batch):
-    return {name: parts for name, parts in batch.items() if name != "name"}
-
-
 def held_rows(batch, num_rows):
     """The rows of a batch that a host's devices hold a part of."""
     rows = [
         np.arange(num_rows)[index[0]]
         for name, leaf in batch.items()
-        if name not in ("name", "valid_mask")
+        if name != "valid_mask"
         for index, _ in leaf[1]
     ]
     return np.unique(np.concatenate(rows))
@@ -268,23 +255,22 @@ def held_rows(batch, num_rows):
 
 @every_case
 def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(runs, name):
-    expected, _ = expected_batches(CASES[name])
+    expected = expected_batches(CASES[name])
     for hosts, results in of_each_host_count(runs, name):
         assert [len(result["batches"]) for result in results] == [len(expected)] * hosts
         assert [result["length"] for result in results] == [len(expected)] * hosts
         for k, batch in enumerate(expected):
-            of_hosts = [result["batches"][k] for result in results]
-            assert set(of_hosts[0]) == set(batch)
-            for name, array in assembled([without_text(of_host) for of_host in of_hosts]).items():
-                np.testing.assert_array_equal(array, batch[name], f"{name} {k}, {hosts} hosts")
-                assert (array.dtype, array.tobytes()) == (batch[name].dtype, batch[name].tobytes())
+            found = assembled([result["batches"][k] for result in results])
+            assert {*found, "name"} == set(batch)
+            for leaf, array in found.items():
+                np.testing.assert_array_equal(array, batch[leaf], f"{leaf} {k}, {hosts} hosts")
+                assert (array.dtype, array.tobytes()) == (batch[leaf].dtype, batch[leaf].tobytes())
 
 
 @every_case
 def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
     case = CASES[name]
-    expected, valid = expected_batches(case)
-    ids = [batch["id"][:count].tolist() for batch, count in zip(expected, valid, strict=True)]
+    ids = [batch["id"][batch["valid_mask"]].tolist() for batch in expected_batches(case)]
     for hosts, results in of_each_host_count(runs, name):
         reads = [Counter(result["read"]) for result in results]
         mode = case.reads[HOSTS.index(hosts)]
@@ -300,21 +286,16 @@ def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
                 some_batch_is_padding |= not held
             assert of_host >= needed
             for_the_structure = of_host - needed
-            assert for_the_structure in (Counter(), Counter([ids_of_record_0(case)]))
+            assert for_the_structure in (Counter(), Counter([ids[0][0]]))
             assert some_batch_is_padding or not for_the_structure
-
-
-def ids_of_record_0(case):
-    """The id of the record that a host with nothing but padding looks at."""
-    return int(expected_batches(case)[0][0]["id"][0])
 
 
 def assert_read_once(case, ids, reads):
     """Each record on one host, and the same number on each in a full batch.
 
-    A host that has a batch of padding alone may have looked at record 0 as well.
+    A host that has a batch of padding alone may have looked at the first record as well.
     """
-    hosts, first = len(reads), ids_of_record_0(case)
+    hosts, first = len(reads), ids[0][0]
     for record, count in sum(reads, Counter()).items():
         assert count == 1 or (record == first and count <= hosts), f"record {record}: {count}"
     assert set(sum(reads, Counter())) == set(itertools.chain(*ids))
@@ -338,13 +319,9 @@ def test_every_host_holds_its_share_of_the_rows_by_the_computed_amplification(ru
 
 @every_case
 def test_the_state_is_the_same_on_every_host_of_every_run_and_small(runs, name):
-    states = {
-        tuple(result["states"])
-        for _, results in of_each_host_count(runs, name)
-        for result in results
-    }
-    assert len(states) == 1
-    for k, state in enumerate(states.pop()):
+    of_all = [result for _, results in of_each_host_count(runs, name) for result in results]
+    (states,) = {tuple(result["states"]) for result in of_all}
+    for k, state in enumerate(states):
         assert json.loads(state)["step"] == k + 1
         assert len(state) < 200
 
@@ -352,10 +329,10 @@ def test_the_state_is_the_same_on_every_host_of_every_run_and_small(runs, name):
 @every_case
 def test_text_stays_on_the_host_as_the_rows_that_it_read(runs, name):
     case = CASES[name]
-    expected, _ = expected_batches(case)
+    expected = expected_batches(case)
     for hosts, results in of_each_host_count(runs, name):
         for k, batch in enumerate(expected):
-            names = [result["batches"][k]["name"].tolist() for result in results]
+            names = [result["names"][k] for result in results]
             if case.reads[HOSTS.index(hosts)] == "once":
                 assert sorted(itertools.chain(*names)) == sorted(batch["name"].tolist())
                 continue

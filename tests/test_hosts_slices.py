@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.conftest import CountingSource, read_for_batches
+from tests.counting_source import Source
 from tests.on_hosts import assembled_batches, own_parts
 from tests.test_hosts_same_batches import padded
 from tests.test_slices import Device
@@ -77,20 +77,20 @@ def run_cases(cases):
 
 
 def run_case(case):
-    source = CountingSource(RECORDS)
+    source = Source(RECORDS)
     mesh = case.mesh(np.array(jax.devices()))
     in_use = mesh.axis_types[0] == AxisType.Explicit
     ds = grain.MapDataset.source(source).seed(3).shuffle().map(record).batch(ROWS)
     got = []
     with jax.set_mesh(mesh) if in_use else contextlib.nullcontext():
         sharded = ds.shard_to(mesh, case.spec, microbatches=case.microbatches, timeout_s=20)
-        source.read.clear()
+        source.requests.clear()
         with iter(sharded) as batches:
             for batch in batches:
                 # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
                 jax.block_until_ready(batch)
                 got.append(own_parts(batch))
-    return {"batches": got, "read": read_for_batches(source.read, RECORDS)}
+    return {"batches": got, "read": source.read_for_batches()}
 
 
 def record(i):

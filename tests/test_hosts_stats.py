@@ -4,7 +4,6 @@ Four processes, of which one is three times slower in its reads: so slow that no
 on any machine, while that of the others is hidden by the steps, for which all wait.
 """
 
-import functools
 import itertools
 import time
 
@@ -17,7 +16,9 @@ from absl import logging
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import alarm
-from tests import conftest
+from tests.conftest import eventually
+from tests.on_hosts import part_of
+from tests.pipelines import IN_TURN, shared_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -33,21 +34,15 @@ def load(record):
     return {"x": np.full(4, record, np.float32)}
 
 
-def part(records, options):
-    return records[options.shard_index :: options.shard_count].to_iter_dataset(
-        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    )
-
-
 def pipeline(kind, mesh):
     """A batch has a row for each host, so that a host reads one record for each."""
     records = grain.MapDataset.range(10**6).map(load)
     if kind == "random access":
         return records.batch(HOSTS).shard_to(mesh, num_threads=1)
     if kind == "stream":
-        return part(records, grain_shard.ShardByMesh(mesh)).batch(1).shard_to(mesh, rows="local")
-    feeds = grain_shard.feeds(functools.partial(part, records), num_feeds=HOSTS)
-    return feeds.batch(HOSTS).shard_to(mesh)
+        stream = records[part_of(grain_shard.ShardByMesh(mesh))].to_iter_dataset(IN_TURN)
+        return stream.batch(1).shard_to(mesh, rows="local")
+    return shared_out(records, HOSTS, HOSTS).shard_to(mesh)
 
 
 def what_each_says(kinds):
@@ -105,15 +100,12 @@ def leave_with_the_thread_in_the_store():
     alarm.TURN_S = 1e-3
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     records = grain.MapDataset.range(10**6).map(lambda i: {"x": np.full(4, i, np.float32)})
-    leave_with_the_thread_in_the_store.batches = iter(records.batch(8).shard_to(mesh))
-    for _ in itertools.islice(leave_with_the_thread_in_the_store.batches, 50):
+    batches = iter(records.batch(8).shard_to(mesh))
+    leave_with_the_thread_in_the_store.batches = batches  # so that it lives as long as the process
+    for _ in itertools.islice(batches, 50):
         pass
-    conftest.eventually(lambda: knows(leave_with_the_thread_in_the_store.batches))
+    eventually(lambda: batches.stats().slowest_host is not None)
     return "left"
-
-
-def knows(batches):
-    return batches.stats().slowest_host is not None
 
 
 def test_a_process_ends_in_good_order_whatever_the_hosts_are_telling_each_other():

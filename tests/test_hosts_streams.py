@@ -5,7 +5,6 @@ return what the tests look at.
 """
 
 import functools
-import itertools
 import json
 import os
 import pickle
@@ -24,12 +23,14 @@ import pytest
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.iteration import host_batches
-from tests.conftest import HANG_S, eventually
+from tests.conftest import HANG_S, eventually, ids
 from tests.on_hosts import (
     APIS,
+    assembled_batches,
     data_mesh,
     model_over_hosts,
     or_traceback,
+    own_parts,
     own_rows,
     part_of,
     restore,
@@ -82,12 +83,12 @@ def local(ds, mesh=None, **options):
 
 
 def batches_of(iterator):
-    """The valid rows of every batch; with the error that ended it, if one did."""
+    """This host's parts of every batch; with the error that ended it, if one did."""
     result = {"batches": [], "shapes": set(), "error": None}
     with iterator:
         try:
             for batch in iterator:
-                result["batches"].append(own_rows(batch))
+                result["batches"].append(own_parts(batch))
                 result["shapes"].add((batch["id"].shape, batch["valid_mask"].shape))
         except Exception as error:
             result |= {"error": type(error).__name__, "text": str(error)}
@@ -120,13 +121,17 @@ def uneven(host, remainder="pad"):
     return local(ds, remainder=remainder)
 
 
+def case_uneven(host, _):
+    return batches_of(uneven(host))
+
+
 def case_uneven_drop(host, _):
     return batches_of(uneven(host, "drop"))
 
 
 def case_state_of_uneven(host, _):
-    """All batches, and the continuation from the state after 0, 1, ...; host 1's own ones are 2."""
-    continuations = {"all": batches_of(uneven(host))}
+    """The continuation from the state after 0, 1, ... batches; host 1's own ones are 2."""
+    continuations = {}
     for taken in (0, 1, 2, 5, 13):
         with uneven(host) as iterator:
             for _ in range(taken):
@@ -138,13 +143,13 @@ def case_state_of_uneven(host, _):
     return continuations
 
 
-def case_no_record(host, _):
-    """By the remainder."""
+def case_no_record(host, _, remainder="pad"):
     ds = own(22).filter(lambda record: host == 0)
-    return {
-        remainder: batches_of(local(ds, remainder=remainder, timeout_s=15))
-        for remainder in ("pad", "drop")
-    }
+    return batches_of(local(ds, remainder=remainder, timeout_s=15))
+
+
+def case_no_record_drop(host, _):
+    return case_no_record(host, _, "drop")
 
 
 def case_global_of_different_lengths(host, _):
@@ -209,7 +214,7 @@ def case_long_pause_in_the_loop(host, release):
     batches = []
     with stalling(host, 1, release) as iterator:
         for batch in iterator:
-            batches.append(own_rows(batch))
+            batches.append(own_parts(batch))
             if len(batches) == 2 and host == 1:
                 threading.Event().wait(3)  # longer than timeout_s
                 release.touch()
@@ -287,10 +292,10 @@ def of_lengths(lengths, **options):
     return feeds(lambda feed: numbers(feed, lengths), **options)
 
 
-UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+UNEVEN_FEEDS = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
 # By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
 ENDS = {
-    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN),
+    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN_FEEDS),
     "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
     "no row at all": ([0, 0, 0, 0], "pad", []),
     "all stop at the first feed that lacks rows": (
@@ -447,18 +452,6 @@ def result_of(runs):
     return result_of
 
 
-def merged(of_hosts):
-    """The ids of each batch by row; hosts that hold the same row must hold the same id."""
-    batches = []
-    for parts in zip(*of_hosts, strict=True):
-        rows = {}
-        for part in parts:
-            for row, record in part.items():
-                assert rows.setdefault(row, record) == record
-        batches.append([rows[row] for row in sorted(rows)])
-    return batches
-
-
 def texts(results, error):
     """What each host says, all of which ended by this error, also when they are asked again."""
     assert [(r["error"], r["same error again"]) for r in results] == [(error, True)] * len(results)
@@ -467,7 +460,7 @@ def texts(results, error):
 
 def batches_in(results):
     assert [result["error"] for result in results] == [None] * len(results)
-    return merged([result["batches"] for result in results])
+    return ids(assembled_batches([result["batches"] for result in results]))
 
 
 def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of):
@@ -483,41 +476,35 @@ EACH_HOSTS_OWN = [
     [8, 10, 12, 14, 9, 11, 13, 15],
     [16, 18, 20, 17, 19, 21],
 ]
-
-
-@pytest.mark.parametrize("case", [case_local, case_local_random_access])
-def test_local_rows_are_those_of_each_hosts_own_slice(result_of, case):
-    results = result_of(case)
-    assert batches_in(results) == EACH_HOSTS_OWN
-    assert results[0]["shapes"] == results[1]["shapes"] == {((8,), (8,))}
-
-
 HOST_0 = list(range(0, 100, 2))
 HOST_1 = [1, 21, 41, 61, 81]  # what its filter leaves
+UNEVEN = [HOST_0[4 * k : 4 * k + 4] + HOST_1[4 * k : 4 * k + 4] for k in range(13)]
+STREAMS = {
+    "each host's own slice": (case_local, EACH_HOSTS_OWN),
+    "each host's own slice, random access": (case_local_random_access, EACH_HOSTS_OWN),
+    "each host goes on to its own end": (case_uneven, UNEVEN),
+    "all stop at the first end": (case_uneven_drop, UNEVEN[:1]),
+    "all stop where a host has no record at all": (case_no_record_drop, []),
+    "hosts that go on with padding alone do not count as feeding the same rows": (
+        case_one_host_has_rows_left,
+        [[48, 52, 56, 60], [64, 68, 72, 76]],
+    ),
+}
 
 
-def test_uneven_hosts_with_pad_stop_together_and_lose_or_repeat_nothing(result_of):
-    results = [of_host["all"] for of_host in result_of(case_state_of_uneven)]
-    batches = batches_in(results)
-    assert [len(result["batches"]) for result in results] == [13, 13]
-    assert batches == [
-        HOST_0[4 * k : 4 * k + 4] + HOST_1[4 * k : 4 * k + 4] for k in range(13)
-    ]  # fmt: skip
-    assert sorted(itertools.chain(*batches)) == sorted(HOST_0 + HOST_1)
-    assert results[0]["shapes"] == results[1]["shapes"] == {((8,), (8,))}
-
-
-def test_uneven_hosts_with_drop_stop_together_at_the_first_end(result_of):
-    results = result_of(case_uneven_drop)
-    assert batches_in(results) == [HOST_0[:4] + HOST_1[:4]]
+@pytest.mark.parametrize(("case", "batches"), STREAMS.values(), ids=STREAMS)
+def test_hosts_with_streams_stop_together_and_lose_or_repeat_nothing(result_of, case, batches):
+    results = result_of(case)
+    assert batches_in(results) == batches
+    shape = (4 * len(results),)
+    assert all(result["shapes"] <= {(shape, shape)} for result in results)
 
 
 def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(result_of):
     continuations = result_of(case_state_of_uneven)
-    whole = batches_in([continuation["all"] for continuation in continuations])
     for taken in (0, 1, 2, 5, 13):
         of_hosts = [continuation[taken] for continuation in continuations]
-        assert batches_in(of_hosts) == whole[taken:], f"after {taken} batches"
+        assert batches_in(of_hosts) == UNEVEN[taken:], f"after {taken} batches"
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -530,40 +517,71 @@ def test_a_state_saved_by_orbax_is_one_file_a_host_and_continues_on_as_many_host
         assert [len(rows) for rows in resumed] == [4, 4, 4, 4]
 
 
-def test_hosts_that_go_on_with_padding_alone_do_not_count_as_feeding_the_same_rows(result_of):
-    batches = batches_in(result_of(case_one_host_has_rows_left))
-    assert batches == [[48, 52, 56, 60], [64, 68, 72, 76]]
-
-
-def test_a_host_with_no_record_at_all_is_an_error_on_every_host(result_of):
-    others, own = ([result["pad"]] for result in result_of(case_no_record))
-    for text in texts(others, "AgreementError") + texts(own, "ShardingError"):
-        assert "the stream of this host has no batch" in text
-    assert others[0]["batches"] == own[0]["batches"] == []
-
-
-def test_a_host_with_no_record_at_all_ends_all_with_drop(result_of):
-    assert batches_in([result["drop"] for result in result_of(case_no_record)]) == []
-
-
-def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_of):
-    results = result_of(case_global_of_different_lengths)
-    for text in texts(results, "AgreementError"):
-        assert "host 1) end earlier than the streams of the other hosts" in text
-    assert [len(result["batches"]) for result in results] == [3, 3], "the batches that both have"
-
-
 @pytest.mark.parametrize(
-    ("case", "bad", "batches"),
-    [(case_raises_in_the_first_batch, 3, 0), (case_raises_later, 21, 2)],
+    ("case", "batches", "error", "said", "place"),
+    [
+        (case_raises_in_the_first_batch, 0, "ValueError", "bad record 3", None),
+        (case_raises_later, 2, "ValueError", "bad record 21", None),
+        (case_a_feed_raises, 2, "ValueError", "a bad row", "in feed 3 of 4"),
+        (case_a_feed_cannot_be_made, 0, "FileNotFoundError", "no such shard", "in feed 2 of 4"),
+    ],
 )
-def test_a_stream_that_raises_is_raised_where_it_did_and_named_elsewhere(
-    result_of, case, bad, batches
+def test_an_error_of_the_users_is_raised_where_it_occurs_and_named_elsewhere(
+    result_of, case, batches, error, said, place
 ):
     other, own = result_of(case)
     assert len(other["batches"]) == len(own["batches"]) == batches
-    assert f"bad record {bad}" in texts([own], "ValueError")[0]
-    assert f"host 1: ValueError: bad record {bad}" in texts([other], "AgreementError")[0]
+    assert texts([own], error) == [said]
+    assert place is None or f"grain_shard: {place}" in own["notes"]
+    (text,) = texts([other], "AgreementError")
+    assert f"host 1: {error}: {said}" + (f" ({place})" if place else "") in text
+
+
+@pytest.mark.parametrize(
+    ("case", "batches", "said"),
+    [
+        (case_no_record, 0, "the stream of this host has no batch"),
+        (
+            case_a_feed_lacks_rows,
+            2,
+            "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each",
+        ),
+    ],
+)
+def test_a_host_that_lacks_data_is_an_error_on_every_host(result_of, case, batches, said):
+    other, own = result_of(case)
+    for text in texts([own], "ShardingError") + texts([other], "AgreementError"):
+        assert said in text
+    assert len(other["batches"]) == len(own["batches"]) == batches
+
+
+END_EARLIER = "(the first: host 1) end earlier than the streams of the other hosts"
+DIFFERENT_ROWS = "hold the same shards, but their pipelines yield different rows"
+
+
+@pytest.mark.parametrize(
+    ("case", "batches", "said"),
+    [
+        # The batches that both have.
+        (case_global_of_different_lengths, 3, [END_EARLIER]),
+        (case_a_hosts_feeds_end_first, 2, [END_EARLIER]),
+        (
+            case_model_axis_and_slices_by_process,
+            0,
+            [f"hosts 0, 2 {DIFFERENT_ROWS}", f"hosts 1, 3 {DIFFERENT_ROWS}"],
+        ),
+        (
+            case_a_feed_depends_on_its_host,
+            0,
+            ["hosts 0, 1 run the same feeds, but get different rows"],
+        ),
+    ],
+)
+def test_hosts_that_may_not_differ_and_do_learn_it_all(result_of, case, batches, said):
+    results = result_of(case)
+    assert [len(result["batches"]) for result in results] == [batches] * len(results)
+    for text in texts(results, "AgreementError"):
+        assert all(words in text for words in said)
 
 
 @pytest.mark.parametrize(("case", "stalled"), [(case_host_1_stalls, 1), (case_host_0_stalls, 0)])
@@ -586,8 +604,8 @@ def test_a_host_that_takes_fewer_steps_is_named_by_those_that_wait_for_it(result
 
 
 def test_a_long_pause_in_the_loop_is_no_timeout(result_of):
-    batches = merged(result_of(case_long_pause_in_the_loop))
-    assert batches == [
+    batches = assembled_batches(result_of(case_long_pause_in_the_loop))
+    assert ids(batches) == [
         [*range(8 * k, 8 * k + 8, 2), *range(8 * k + 1, 8 * k + 8, 2)] for k in range(5)
     ]
 
@@ -598,14 +616,6 @@ def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
     assert batches_in(results) == EACH_HOSTS_OWN
 
 
-def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of):
-    results = result_of(case_model_axis_and_slices_by_process)
-    for text in texts(results, "AgreementError"):
-        for hosts in ("hosts 0, 2", "hosts 1, 3"):
-            assert f"{hosts} hold the same shards, but their pipelines yield different rows" in text
-    assert [result["batches"] for result in results] == [[]] * 4
-
-
 @pytest.mark.parametrize("name", ENDS)
 def test_hosts_with_feeds_stop_together(result_of, name):
     assert batches_in([result[name] for result in result_of(case_ends_of_feeds)]) == ENDS[name][2]
@@ -613,47 +623,11 @@ def test_hosts_with_feeds_stop_together(result_of, name):
 
 def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
     of_hosts = result_of(case_states_of_uneven_feeds)
-    for taken, rest in ((1, UNEVEN[1:]), (2, UNEVEN[2:]), (3, [])):
+    for taken, rest in ((1, UNEVEN_FEEDS[1:]), (2, UNEVEN_FEEDS[2:]), (3, [])):
         states, continuations = zip(*(of_host[taken] for of_host in of_hosts), strict=True)
         assert batches_in(continuations) == rest
         assert [state["step"] for state in states] == [taken, taken]
         assert [list(state["feeds"]) for state in states] == [["0", "1"], ["2", "3"]]
-
-
-def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(result_of):
-    other, own = result_of(case_a_feed_lacks_rows)
-    for text in texts([own], "ShardingError") + texts([other], "AgreementError"):
-        assert "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each" in text
-
-
-def test_with_error_the_feeds_of_a_host_may_not_end_before_those_of_another(result_of):
-    results = result_of(case_a_hosts_feeds_end_first)
-    assert [len(result["batches"]) for result in results] == [2, 2]
-    for text in texts(results, "AgreementError"):
-        assert "(the first: host 1) end earlier than the streams of" in text
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "said", "feed", "batches"),
-    [
-        (case_a_feed_raises, "ValueError", "a bad row", 3, 2),
-        (case_a_feed_cannot_be_made, "FileNotFoundError", "no such shard", 2, 0),
-    ],
-)
-def test_a_feed_that_fails_is_named_on_every_host(result_of, case, error, said, feed, batches):
-    other, own = result_of(case)
-    assert len(other["batches"]) == len(own["batches"]) == batches
-    assert texts([own], error) == [said]
-    assert f"grain_shard: in feed {feed} of 4" in own["notes"]
-    (text,) = texts([other], "AgreementError")
-    assert f"host 1: {error}: {said} (in feed {feed} of 4)" in text
-
-
-def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(result_of):
-    results = result_of(case_a_feed_depends_on_its_host)
-    assert [result["batches"] for result in results] == [[], []]
-    for text in texts(results, "AgreementError"):
-        assert "hosts 0, 1 run the same feeds, but get different rows" in text
 
 
 @pytest.mark.parametrize("kind", AHEAD)

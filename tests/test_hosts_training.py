@@ -128,11 +128,11 @@ def test_a_host_killed_in_mid_epoch_ends_the_other_in_its_collective(tmp_path, k
     assert "the whole epoch" not in result.outputs[1 - killed]
 
 
-def read_streams_until_host_1_is_killed(timeout_s):
+def read_streams_until_host_1_is_killed():
     """A loop without a collective, where nothing but the agreement can notice."""
     mesh = data_mesh()
     own = records(4000)[part_of(grain_shard.ShardByMesh(mesh))].to_iter_dataset()
-    for count, _ in enumerate(own.batch(4).shard_to(mesh, rows="local", timeout_s=timeout_s)):
+    for count, _ in enumerate(own.batch(4).shard_to(mesh, rows="local", timeout_s=2)):
         if jax.process_index() == 1 and count == 5:
             os.kill(os.getpid(), signal.SIGKILL)
     print("the whole stream", flush=True)
@@ -142,7 +142,6 @@ def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     with pytest.raises(rehearse.RehearsalError) as failure:
         rehearse.run(
             read_streams_until_host_1_is_killed,
-            2,
             hosts=2,
             devices_per_host=2,
             timeout_s=90,
@@ -152,11 +151,8 @@ def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     assert result.timed_out_hosts == []
     assert result.returncodes[1] == -signal.SIGKILL
     assert result.returncodes[0] != 0
-    gone = "most likely because a host has ended"
-    assert (
-        gone in result.outputs[0]
-        or "host 1 did not answer in time (timeout_s=2)" in result.outputs[0]
-    )
+    reasons = "most likely because a host has ended", "host 1 did not answer in time (timeout_s=2)"
+    assert any(reason in result.outputs[0] for reason in reasons)
     assert "the whole stream" not in result.outputs[0]
 
 
@@ -223,5 +219,4 @@ def test_where_nothing_keeps_their_order_only_collectives_are_refused_on_every_h
     if kind in NO_COLLECTIVES:
         assert texts == [None] * 2
     else:
-        refusal = "run their collectives in different orders"
-        assert all(refusal in str(text) for text in texts), texts
+        assert all("run their collectives in different orders" in text for text in texts)

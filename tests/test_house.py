@@ -31,9 +31,13 @@ def room_of(module):
     return module.split(".")[1] if "." in module else "the face"
 
 
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path):
     """The modules of the package that a file imports, wherever in the file it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grain_shard"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -97,17 +101,12 @@ OF_PYTHON = {"_replace", "_asdict", "_fields", "_value_", "_exit", "_current_fra
 
 def private_names(path):
     """What a file takes by a name that begins with an underscore, other than from itself."""
-    tree = ast.parse(path.read_text())
-    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)}
-    own |= {
-        t.id
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Assign)
-        for t in n.targets
-        if isinstance(t, ast.Name)
-    }
-    for node in ast.walk(tree):
+    nodes = nodes_of(path)
+    own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_self(n.value)}
+    assigned = [target for n in nodes if isinstance(n, ast.Assign) for target in n.targets]
+    own |= {target.id for target in assigned if isinstance(target, ast.Name)}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
             if node.attr not in own | OF_PYTHON:
                 yield node.attr
@@ -135,36 +134,30 @@ def test_what_is_private_to_grain_and_jax_is_looked_at_in_one_folder(path):
 
 # Our own datasets.
 
-OWN_DATASETS = {
-    "FeedBatches",
-    "RowMapDataset",
-    "BatchMapDataset",
-    "StreamDataset",
-    "ShardedDataset",
-}
-WHERE_IT_IS_ASKED = {
-    ("grain_shard.transforms.stage", "FeedBatches"),
-    ("grain_shard.transforms.stage", "RowMapDataset"),
-    ("grain_shard.transforms.stage", "StreamDataset"),
-    ("grain_shard.iteration.sharded_dataset", "ShardedDataset"),
+STAGE = "grain_shard.transforms.stage"
+# Each of our datasets, and the modules that ask whether a dataset is one.
+ASKED_IN = {
+    "FeedBatches": {STAGE},
+    "RowMapDataset": {STAGE},
+    "BatchMapDataset": set(),
+    "StreamDataset": {STAGE},
+    "ShardedDataset": {"grain_shard.iteration.sharded_dataset"},
 }
 
 
 def test_what_kind_a_dataset_is_is_asked_in_one_place():
-    asked = set()
+    asked = {name: set() for name in ASKED_IN}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
-                asked |= {(module, name) for name in names & OWN_DATASETS}
-    assert asked == WHERE_IT_IS_ASKED
+                for name in names & ASKED_IN.keys():
+                    asked[name].add(module)
+    assert asked == ASKED_IN
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_no_wait_is_left_to_a_simple_queue(path):
     """Before Python 3.13 `SimpleQueue.get(timeout=...)` may wait for ever if it ends late."""
-    used = {
-        getattr(node, "attr", getattr(node, "id", ""))
-        for node in ast.walk(ast.parse(path.read_text()))
-    }
+    used = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes_of(path)}
     assert "SimpleQueue" not in used

@@ -8,13 +8,13 @@ import sys
 import textwrap
 import threading
 import weakref
+from pathlib import Path
 
 import grain
 import jax
 import numpy as np
 import pytest
 
-import grain_shard
 from grain_shard import DevicePut, ShardingTree, background, tasks
 from tests.conftest import (
     HANG_S,
@@ -27,24 +27,21 @@ from tests.conftest import (
     numbered,
     wait,
 )
-from tests.pipelines import IN_TURN, Odd
+from tests.pipelines import IN_TURN, Odd, feeds_of
 
 
 def number(i):
     return {"id": np.int32(i)}
 
 
-def feeds(records, global_batch_size, num_feeds=4):
-    """Batches of feeds, each of which gives its rows of batch after batch."""
-    rows = global_batch_size // num_feeds
+def feeds(records, global_batch_size):
+    """Batches of four feeds, each of which gives its rows of batch after batch."""
+    rows = global_batch_size // 4
 
-    def make_feed(feed):
-        def row(i):
-            return records[i // rows * global_batch_size + feed.shard_index * rows + i % rows]
+    def row(feed, i):
+        return records[i // rows * global_batch_size + feed * rows + i % rows]
 
-        return grain.MapDataset.range(len(records) // num_feeds).map(row).to_iter_dataset(IN_TURN)
-
-    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(global_batch_size)
+    return feeds_of(row, 4, global_batch_size, length=len(records) // 4)
 
 
 def stream(ds):
@@ -235,51 +232,37 @@ class TestWhatCannotBeClosed:
         assert [str(error) for error in logged] == ["cannot close"]
 
 
-ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Odd]
+@pytest.mark.parametrize("num_threads", [1, 2, 128])
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Odd]
+)
+def test_an_error_of_any_class_comes_in_its_place_and_stays_until_set_state(
+    mesh, kind, error, num_threads
+):
+    before, broken = background_threads(), threading.Event()
+    broken.set()
 
+    def decode(i):
+        if i == 21 and broken.is_set():
+            raise error("twenty-one")
+        return number(i)
 
-class TestErrors:
-    @pytest.mark.parametrize("num_threads", [1, 2, 128])
-    @pytest.mark.parametrize("error", ERRORS)
-    def test_one_of_any_class_comes_in_its_place_and_is_kept(self, mesh, kind, error, num_threads):
-        before = background_threads()
-
-        def decode(i):
-            if i == 21:
-                raise error("twenty-one")
-            return number(i)
-
-        ds = kind(decode=decode)
-        iterator = iter(ds.shard_to(mesh, num_threads=num_threads))
-        assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
-        state = iterator.get_state()
-        raised = []
-        for _ in range(3):
-            with pytest.raises(error, match="twenty-one") as caught:
-                next(iterator)
-            assert "decode" in [entry.name for entry in caught.traceback]
-            raised.append((caught.value, len(caught.traceback)))
-        assert raised == [raised[0]] * 3, "the same error, its traceback no longer each time"
-        assert iterator.get_state() == state
-        assert_ended(background_threads() - before)
-        iterator.close()
-
-    def test_after_an_error_set_state_goes_on_where_it_was(self, mesh):
-        broken = threading.Event()
-        broken.set()
-
-        def decode(i):
-            if i == 21 and broken.is_set():
-                raise OSError("the disk is away")
-            return {"id": np.int32(i)}
-
-        iterator = iter(grain.MapDataset.range(32).map(decode).batch(8).shard_to(mesh))
-        got = ids([next(iterator), next(iterator)])
-        with pytest.raises(OSError, match="away"):
+    iterator = iter(kind(32, decode).shard_to(mesh, num_threads=num_threads))
+    assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
+    state = iterator.get_state()
+    raised = []
+    for _ in range(3):
+        with pytest.raises(error, match="twenty-one") as caught:
             next(iterator)
-        broken.clear()
-        iterator.set_state(iterator.get_state())
-        assert got + ids(iterator) == [list(range(k, k + 8)) for k in range(0, 32, 8)]
+        assert "decode" in [entry.name for entry in caught.traceback]
+        raised.append((caught.value, len(caught.traceback)))
+    assert raised == [raised[0]] * 3, "the same error, its traceback no longer each time"
+    assert iterator.get_state() == state
+    assert_ended(background_threads() - before)
+    broken.clear()
+    iterator.set_state(state)
+    assert ids(iterator) == [list(range(16, 24)), list(range(24, 32))]
+    iterator.close()
 
 
 class TestPromptness:
@@ -304,7 +287,7 @@ class TestPromptness:
 
         def decode(i):
             began.set()
-            return {"id": np.int32(i)}
+            return number(i)
 
         before = background_threads()
         with iter(kind(decode=decode).shard_to(mesh)) as it:
@@ -316,35 +299,30 @@ class TestPromptness:
             assert it.get_state() == state, "working ahead does not move the state"
 
 
-BUFFERS = [
-    # (cpu_buffer_size, device_buffer_size, num_threads)
-    (1, 1, 1),
-    (4, 2, 1),
-    (4, 2, 2),
-    (1, 3, 2),
-    (3, 1, 8),
-]
-
-
 class TestMemory:
     """Counted in batches, with a consumer so slow that all buffers are full at each step."""
 
     SHAPE = (8, 7, 13)  # nothing else has this shape
 
-    @pytest.mark.parametrize(("cpu", "device", "num_threads"), BUFFERS)
+    @pytest.mark.parametrize(
+        ("cpu", "device", "num_threads"), [(1, 1, 1), (4, 2, 1), (4, 2, 2), (1, 3, 2), (3, 1, 8)]
+    )
     @pytest.mark.parametrize("as_stream", [False, True])
     def test_only_so_many_batches_wait_on_the_host_and_on_the_devices(
         self, cpu, device, num_threads, as_stream
     ):
-        on_host, begun, most = weakref.WeakSet(), [], [0]
+        references, begun, most = [], [], [0]
         counting = threading.Lock()
 
+        def on_host():
+            return sum(reference() is not None for reference in references)
+
         def make(k):
-            array = _Referable.of(np.full(self.SHAPE, k, np.float32))
+            array = np.full(self.SHAPE, k, np.float32)
             with counting:
-                on_host.add(array)
+                references.append(weakref.ref(array))
                 begun.append(k)
-                most[0] = max(most[0], len(on_host))
+                most[0] = max(most[0], on_host())
             return {"x": array}
 
         def on_devices():
@@ -353,12 +331,8 @@ class TestMemory:
         ds = grain.MapDataset.range(40).map(make)
         if as_stream:
             ds = stream(ds)
-        put = DevicePut(
-            ShardingTree.of(data_mesh(2)),
-            cpu_buffer_size=cpu,
-            device_buffer_size=device,
-            num_threads=num_threads,
-        )
+        buffers = {"cpu_buffer_size": cpu, "device_buffer_size": device}
+        put = DevicePut(ShardingTree.of(data_mesh(2)), num_threads=num_threads, **buffers)
         assert on_devices() == 0
         with iter(ds.pipe(put)) as iterator:
             for k in range(12):
@@ -372,38 +346,24 @@ class TestMemory:
                 assert on_devices() <= device + 1
         assert most[0] <= cpu + 1, "+ 1: the one in flight between host and devices"
         del batch
-        eventually(lambda: on_devices() == 0 and len(on_host) == 0)
+        eventually(lambda: on_devices() == 0 and on_host() == 0)
 
     def test_records_are_read_only_so_far_ahead(self, mesh):
         read = []
 
         def decode(i):
             read.append(i)
-            return {"id": np.int32(i)}
+            return number(i)
 
         ds = grain.MapDataset.range(8000).map(decode).batch(8)
         with iter(ds.shard_to(mesh)) as iterator:
             for k in range(5):
                 next(iterator)
                 eventually(lambda: len(read) == 8 * (k + 1 + 4 + 2))
-            eventually(lambda: len(read) == 8 * (5 + 4 + 2))
 
 
-class _Referable(np.ndarray):
-    """An array that hashes by identity, so that a WeakSet can hold it."""
-
-    __hash__ = object.__hash__
-
-    @classmethod
-    def of(cls, array):
-        return array.view(cls)
-
-    def __eq__(self, other):
-        return self is other
-
-
-def script(body):
-    """A program that has a pipeline `ds`; `decode` decides what reading a record does."""
+def script(*parts):
+    """A program of these parts. `decode` decides what reading a record of its pipeline does."""
     return textwrap.dedent("""\
             import os, signal, sys, threading, time
             import grain, jax, numpy as np
@@ -424,7 +384,7 @@ def script(body):
 
                 return grain_shard.feeds(make_feed, num_feeds=2).batch(8)
 
-            """) + textwrap.dedent(body)
+            """) + "".join(map(textwrap.dedent, parts))
 
 
 # Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
@@ -436,39 +396,33 @@ BLOCKED_THREADS_ARE_LEFT_SOON = """
 
 def start(code, path, **options):
     path.write_text(code)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    root = str(Path(__file__).parents[1])
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
         cwd=path.parent,
         **options,
     )
 
 
-def run(code, path, timeout_s=HANG_S):
+def run(code, path):
     """Exit code, stdout and stderr; fails if it hangs, and leaves no process behind."""
     process = start(code, path)
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
         pytest.fail(f"hangs; so far:\n{out}\n{err}")
-    return process.returncode, out, _without_grains_leak(err)
-
-
-def _without_grains_leak(err):
-    """Stderr less one warning: Grain unlinks shared memory in a thread of its own, and late.
-
-    What is left at the end, the resource tracker unlinks and says so; with Grain alone, too.
-    """
+    # Grain unlinks shared memory in a thread of its own, and late. What is left at the end, the
+    # resource tracker unlinks, and says so in two lines; with Grain alone, too.
     lines = err.splitlines(keepends=True)
-    leaks = [k for k, line in enumerate(lines) if "leaked shared_memory objects" in line]
-    return "".join(line for k, line in enumerate(lines) if not {k, k - 1} & set(leaks))
+    leaks = {k for k, line in enumerate(lines) if "leaked shared_memory objects" in line}
+    err = "".join(line for k, line in enumerate(lines) if not {k, k - 1} & leaks)
+    return process.returncode, out, err
 
 
 EXITS = {
@@ -662,8 +616,8 @@ class TestInterpreterExit:
                 if not CAUGHT:
                     raise
             """
-        body = textwrap.dedent(BLOCKED_THREADS_ARE_LEFT_SOON) + textwrap.dedent(body)
-        process = start(script(f"CAUGHT = {caught}\n{body}"), tmp_path / "p.py")
+        code = script(BLOCKED_THREADS_ARE_LEFT_SOON, body.replace("CAUGHT", str(caught)))
+        process = start(code, tmp_path / "program.py")
         try:
             assert process.stdout.readline() == "waits\n"
             process.send_signal(signal.SIGINT)

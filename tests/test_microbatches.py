@@ -16,7 +16,7 @@ import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, ids, numbered, to_numpy
-from tests.pipelines import shared_out
+from tests.pipelines import assert_same_batches, shared_out
 
 # Who holds which rows.
 
@@ -35,10 +35,6 @@ def test_rows_that_the_shards_of_the_microbatches_do_not_divide():
 SPECS = [P("data"), P(("data", "model")), P(("model", "data")), P("model"), P(None, "model"), P()]
 
 
-def shifted(spec):
-    return P(None, *spec)
-
-
 @hypothesis.settings(deadline=None, max_examples=100)
 @hypothesis.given(data=st.data())
 def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(data):
@@ -55,7 +51,7 @@ def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(data):
     size = microbatches * of_one
     expected = {host: set() for host in range(hosts)}
     whole = (microbatches, of_one, 8)
-    for device, index in NamedSharding(mesh, shifted(spec)).devices_indices_map(whole).items():
+    for device, index in NamedSharding(mesh, P(None, *spec)).devices_indices_map(whole).items():
         rows = np.arange(size).reshape(microbatches, of_one)[index[:2]]
         expected[device.process_index] |= set(rows.reshape(-1).tolist())
     for host, layout in layouts.items():
@@ -70,10 +66,6 @@ def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(data):
 # The batches.
 
 
-def as_lists(ds, *keys):
-    return [tuple(np.asarray(batch[key]).tolist() for key in keys) for batch in ds]
-
-
 @pytest.mark.parametrize(
     ("num_records", "microbatches", "expected"),
     [
@@ -85,10 +77,10 @@ def as_lists(ds, *keys):
 )
 def test_padding_is_at_the_end(num_records, microbatches, expected):
     with jax.set_mesh(data_mesh(2)):
-        ds = numbered(num_records, 4).shard_to(microbatches=microbatches, pad_value=-1)
-        found = as_lists(ds, "id", "valid_mask")
-    assert [batch_ids for batch_ids, _ in found] == expected
-    assert [mask for _, mask in found] == [(np.array(batch) >= 0).tolist() for batch in expected]
+        batches = list(numbered(num_records, 4).shard_to(microbatches=microbatches, pad_value=-1))
+    for batch, rows in zip(batches, expected, strict=True):
+        assert batch["id"].tolist() == rows
+        np.testing.assert_array_equal(batch["valid_mask"], np.array(rows) >= 0)
 
 
 def record(i):
@@ -99,42 +91,34 @@ def record(i):
     }
 
 
+def records(num_records):
+    return grain.MapDataset.range(num_records).seed(1).shuffle().map(record)
+
+
 def random_access(num_records, global_batch_size):
-    return (
-        grain.MapDataset.range(num_records).seed(1).shuffle().map(record).batch(global_batch_size)
-    )
+    return records(num_records).batch(global_batch_size)
 
 
 def stream(num_records, global_batch_size):
-    records = random_access(num_records, 1).map(lambda batch: jax.tree.map(lambda x: x[0], batch))
-    return records.to_iter_dataset().batch(global_batch_size)
+    return records(num_records).to_iter_dataset().batch(global_batch_size)
 
 
-def feeds(num_records, global_batch_size, num_feeds=2):
-    records = grain.MapDataset.range(num_records).map(record)
-    return shared_out(records, num_feeds, 2 * global_batch_size)
+def feeds(num_records, global_batch_size):
+    return shared_out(records(num_records), 2, 2 * global_batch_size)
 
 
 def loader(num_records, global_batch_size):
-    return grain_shard.from_iterable(
-        list(random_access(num_records, global_batch_size)), rows="global"
-    )
+    batches = list(random_access(num_records, global_batch_size))
+    return grain_shard.from_iterable(batches, rows="global")
 
 
 KINDS = [random_access, stream, feeds, loader]
 
 
-def reshaped(batch, microbatches, multiple):
-    """A batch without microbatches, padded to what these need and reshaped."""
-
-    def of_leaf(leaf):
-        leaf = np.asarray(leaf)
-        missing = -len(leaf) % multiple
-        padding = np.zeros((missing, *leaf.shape[1:]), leaf.dtype)
-        leaf = np.concatenate([leaf, padding])
-        return leaf.reshape(microbatches, -1, *leaf.shape[1:])
-
-    return {name: of_leaf(leaf) for name, leaf in batch.items()}
+def reshaped(leaf, microbatches, multiple):
+    """A leaf without microbatches, padded to what these need and reshaped."""
+    padding = np.zeros((-len(leaf) % multiple, *leaf.shape[1:]), leaf.dtype)
+    return np.concatenate([leaf, padding]).reshape(microbatches, -1, *leaf.shape[1:])
 
 
 @hypothesis.settings(deadline=None, max_examples=60)
@@ -169,21 +153,20 @@ def test_it_is_the_same_batch_reshaped(data):
     found = list(ds)
     assert len(found) == len(expected)
     for batch, whole in zip(found, expected, strict=True):
-        want = reshaped(whole, microbatches, multiple)
-        assert set(batch) == set(want)
+        assert set(batch) == set(whole)
         for name, leaf in batch.items():
-            np.testing.assert_array_equal(np.asarray(leaf), want[name], name)
+            want = reshaped(whole[name], microbatches, multiple)
+            np.testing.assert_array_equal(np.asarray(leaf), want, name)
             if name != "name":
-                assert leaf.dtype == want[name].dtype
-                of_leaf = spec if name == "tokens" else P(*spec[:1])
-                assert leaf.sharding.is_equivalent_to(
-                    NamedSharding(mesh, shifted(of_leaf)), leaf.ndim
-                )
-    for leaf, struct in zip(
-        jax.tree.leaves(found[0]), jax.tree.leaves(ds.abstract_batch()), strict=True
-    ):
+                assert leaf.dtype == want.dtype
+                sharding = NamedSharding(mesh, P(None, *specs.get(name, spec[:1])))
+                assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    structs = ds.abstract_batch()
+    assert set(structs) == set(found[0])
+    for name, struct in structs.items():
+        leaf = found[0][name]
         assert leaf.shape == struct.shape
-        if isinstance(leaf, jax.Array):
+        if name != "name":
             assert (leaf.dtype, leaf.sharding) == (struct.dtype, struct.sharding)
 
 
@@ -221,15 +204,14 @@ def test_the_stages_may_be_chained_by_hand(mesh):
         .pipe(grain_shard.ShardBatch(layout))
         .pipe(grain_shard.DevicePut(shardings))
     )
-    by_hand, by_option = list(ds), list(numbered(20, 8).shard_to(mesh, microbatches=2))
-    jax.tree.map(np.testing.assert_array_equal, by_hand, by_option)
+    assert_same_batches(list(ds), list(numbered(20, 8).shard_to(mesh, microbatches=2)))
 
 
 @pytest.mark.slow
 def test_workers_make_them_too(mesh):
-    ds = numbered(20, 8).shard_to(mesh, microbatches=2, num_workers=1)
-    expected = numbered(20, 8).shard_to(mesh, microbatches=2)
-    assert as_lists(ds, "id", "valid_mask") == as_lists(expected, "id", "valid_mask")
+    ds = numbered(20, 8)
+    by_workers = list(ds.shard_to(mesh, microbatches=2, num_workers=1))
+    assert_same_batches(by_workers, list(ds.shard_to(mesh, microbatches=2)))
 
 
 # The state.
@@ -284,12 +266,8 @@ def test_a_spec_is_counted_from_the_rows_on(mesh):
 
 
 def test_a_dim_that_its_axis_does_not_divide(mesh):
-    with pytest.raises(
-        ShardingError, match="dim 3 has size 3, which is not divisible by mesh axis 'data'"
-    ) as refusal:
-        list(
-            numbered(8, 8).shard_to(
-                mesh, {"id": P(), "image": P(None, None, "data")}, microbatches=2
-            )
-        )
+    specs = {"id": P(), "image": P(None, None, "data")}
+    problem = "dim 3 has size 3, which is not divisible by mesh axis 'data'"
+    with pytest.raises(ShardingError, match=problem) as refusal:
+        list(numbered(8, 8).shard_to(mesh, specs, microbatches=2))
     assert "spec: P(None, None, None, 'data')" in str(refusal.value)

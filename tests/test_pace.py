@@ -25,18 +25,9 @@ def fed(rate):
     return Window(rate, thread_cores=0.1, process_cores=0.1, starved=0.0)
 
 
-def decisions(windows, *, most=128, cores=2):
-    """The numbers of threads, before the first window and after each."""
-    count = ThreadCount(most, cores)
-    chosen = [count.threads]
-    for window in windows:
-        count.decide(window)
-        chosen.append(count.threads)
-    return chosen
-
-
 REST = [computing(100)] * 3  # after the first read, and after the first attempt that was no better
 
+# Windows, and the numbers of threads before the first one and after each.
 TABLE = {
     "reads that wait: as many at once as a processor can serve": (
         [waiting(10), waiting(160), waiting(1280), waiting(1280)],
@@ -107,7 +98,12 @@ TABLE = {
 
 @pytest.mark.parametrize(("windows", "chosen"), TABLE.values(), ids=TABLE.keys())
 def test_decisions(windows, chosen):
-    assert decisions(windows) == chosen
+    count = ThreadCount(128, cores=2)
+    threads = [count.threads]
+    for window in windows:
+        count.decide(window)
+        threads.append(count.threads)
+    assert threads == chosen
 
 
 def test_it_rests_the_longer_the_more_often_nothing_helped():
@@ -128,20 +124,20 @@ class Clock:
         self.processor_s = 0.0
         self.pace = ReadPace(process_time=lambda: self.processor_s, **options)
 
-    def reads(self, starts, ends, records, processor_s):
-        """Reads side by side: all begin, then all end."""
-        for start in starts:
+    def reads(self, start, end, count=1):
+        """Reads of a record each, side by side: all begin, then all end."""
+        for _ in range(count):
             self.pace.begun(start)
-        for start, end in zip(starts, ends, strict=True):
-            self.processor_s += processor_s
-            self.pace.done(start, end, processor_s, records)
+        for _ in range(count):
+            self.processor_s += 0.001
+            self.pace.done(start, end, 0.001, 1)
 
 
 def test_the_first_read_comes_alone_and_tells_whether_to_wait():
     clock = Clock()
     assert clock.pace.threads == 1
     clock.pace.consumer_waits(0.0)
-    clock.reads([0.0], [0.100], records=1, processor_s=0.001)
+    clock.reads(0.0, 0.1)
     assert clock.pace.threads == 16
     assert clock.pace.seconds_per_record == pytest.approx(0.100)
 
@@ -151,7 +147,7 @@ def test_a_number_that_was_asked_for_stays(asked):
     clock = Clock(fixed=asked)
     assert clock.pace.threads == 1
     for second in range(3):
-        clock.reads([float(second)], [second + 0.5], records=1, processor_s=0.001)
+        clock.reads(float(second), second + 0.5)
         assert clock.pace.threads == asked
 
 
@@ -160,9 +156,9 @@ def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkey
     clock, windows = Clock(), []
     decide = clock.pace.count.decide
     clock.pace.consumer_waits(0.0)
-    clock.reads([0.0], [0.1], records=1, processor_s=0.001)
+    clock.reads(0.0, 0.1)
     monkeypatch.setattr(clock.pace.count, "decide", lambda w: (windows.append(w), decide(w)))
-    clock.reads([0.1] * 16, [0.2] * 16, records=1, processor_s=0.001)
+    clock.reads(0.1, 0.2, count=16)
     (window,) = windows
     assert window.rate == pytest.approx(160)
     assert window.starved == pytest.approx(1)
@@ -173,7 +169,7 @@ def test_there_are_no_more_threads_than_the_system_allows():
     clock = Clock()
     clock.pace.limit(3)
     clock.pace.consumer_waits(0.0)
-    clock.reads([0.0], [0.1], records=1, processor_s=0.001)
+    clock.reads(0.0, 0.1)
     assert clock.pace.threads == 3
     fixed = Pace(8)
     fixed.limit(3)

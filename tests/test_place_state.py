@@ -18,21 +18,15 @@ PARAMS = {
     "up": {"kernel": np.ones((8, 16), np.float32), "bias": np.zeros(16, np.float32)},
     "down": {"kernel": np.ones((16, 3), np.float32), "bias": np.zeros(3, np.float32)},
 }
+ROWS, BOTH = P("model", None), P("data", "model")
 
 
 def specs(tree):
-    """The spec of each leaf by its path, without trailing Nones."""
+    """The spec of each leaf by its path."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): trimmed(leaf.sharding.spec)
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def trimmed(spec):
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
 
 
 @pytest.fixture
@@ -75,22 +69,16 @@ def test_fsdp_on_a_mesh_that_has_no_axis_for_it():
 
 
 @pytest.mark.parametrize(
-    ("by_path", "sharded"),
+    ("by_path", "up", "down"),
     [
-        (
-            {"up/kernel": P(None, "model"), "down/kernel": P("model", None)},
-            {"up/kernel": P(None, "model"), "down/kernel": P("model")},
-        ),
+        ({"up/kernel": P(None, "model"), "down/kernel": ROWS}, P(None, "model"), ROWS),
         # The end of a path is enough, and the longest counts.
-        (
-            {"kernel": P("model"), "up/kernel": P("data", "model"), "bias": P()},
-            {"up/kernel": P("data", "model"), "down/kernel": P("model")},
-        ),
+        ({"kernel": ROWS, "up/kernel": BOTH, "bias": P()}, BOTH, ROWS),
     ],
 )
-def test_by_path(mesh_2d, by_path, sharded):
-    biases = {"up/bias": P(), "down/bias": P()}
-    assert specs(place_model_state_on_shards(PARAMS, mesh_2d, by_path)) == biases | sharded
+def test_by_path(mesh_2d, by_path, up, down):
+    placed = specs(place_model_state_on_shards(PARAMS, mesh_2d, by_path))
+    assert placed == {"up/kernel": up, "up/bias": P(), "down/kernel": down, "down/bias": P()}
 
 
 def test_a_longer_spec_is_cut_to_the_rank(mesh_2d):
@@ -132,10 +120,9 @@ def test_defect_in_peer_mistyped_path_is_ignored(mesh, path):
 
 
 def test_a_long_list_of_paths_is_cut(mesh):
+    state = {f"layer_{i:02}": np.ones(8) for i in range(25)}
     with pytest.raises(ShardingError, match="layer_19 and 5 more"):
-        place_model_state_on_shards(
-            {f"layer_{i:02}": np.ones(8) for i in range(25)}, mesh, {"layer": P("data")}
-        )
+        place_model_state_on_shards(state, mesh, {"layer": P("data")})
 
 
 @pytest.mark.parametrize(
@@ -179,14 +166,11 @@ class NnxModel(nnx.Module):
 def test_nnx_state_by_filter(mesh_2d, as_state_sharding):
     model = NnxModel(nnx.Rngs(0))
     kernel = np.asarray(model.up.kernel.get_value())
-    filters = {
-        nnx.PathContains("kernel"): P(None, "model"),
-        nnx.Param: P("data"),
-        ...: NamedSharding(mesh_2d, P()),
-    }
-    placed = place_nnx_state_on_shards(
-        nnx.state(model), mesh_2d, nnx.StateSharding(filters) if as_state_sharding else filters
-    )
+    kernels, others = nnx.PathContains("kernel"), NamedSharding(mesh_2d, P())
+    filters = {kernels: P(None, "model"), nnx.Param: P("data"), ...: others}
+    if as_state_sharding:
+        filters = nnx.StateSharding(filters)
+    placed = place_nnx_state_on_shards(nnx.state(model), mesh_2d, filters)
     assert specs(placed) == {
         "up/kernel/value": P(None, "model"),
         "up/bias/value": P("data"),

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import grain
@@ -24,7 +23,7 @@ from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.sharding.slices import slice_of
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
-from tests.conftest import CountingSource, read_for_batches
+from tests.counting_source import Source
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -37,6 +36,7 @@ def planned(axes, hosts, devices_per_host, spec=None, **options):
 
 
 # Every record that a host of a real job reads is one that the plan says, and the reverse.
+HOSTS, PER_HOST, BY_DATA = 4, 2, P("data")
 
 
 def rows_mesh(devices):
@@ -48,22 +48,12 @@ def model_mesh(devices):
     return Mesh(devices.reshape(2, 4), ("model", "data"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Case:
-    mesh: Callable[[np.ndarray], Mesh] = rows_mesh
-    spec: object = P("data")
-    batch: int = 8
-    records: int = 22
-    remainder: str = "pad"
-    read: str = "auto"
-    microbatches: int | None = None
-
-    def options(self):
-        names = "remainder", "read", "microbatches"
-        return {name: getattr(self, name) for name in names}
+    def __init__(self, mesh=rows_mesh, spec=BY_DATA, batch=8, records=22, **options):
+        self.mesh, self.spec, self.options = mesh, spec, options
+        self.batch, self.records = batch, records
 
 
-HOSTS, NUM_DEVICES = 4, 8
 CASES = {
     "1-D": Case(),
     "jax.make_mesh": Case(lambda d: jax.make_mesh((8,), ("data",), devices=list(d))),
@@ -95,21 +85,17 @@ CASES = {
 @pytest.fixture(scope="module")
 def jobs():
     """By case, what each host read."""
-    return rehearse.run(
-        run_cases, CASES, hosts=HOSTS, devices_per_host=NUM_DEVICES // HOSTS, timeout_s=120
-    )
+    return rehearse.run(run_cases, CASES, hosts=HOSTS, devices_per_host=PER_HOST, timeout_s=120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_hosts_read_what_the_plan_says(jobs, name):
     case = CASES[name]
-    stand_ins = hosts_mesh(
-        {"all": NUM_DEVICES}, hosts=HOSTS, devices_per_host=NUM_DEVICES // HOSTS
-    ).devices
+    stand_ins = hosts_mesh({"all": 8}, hosts=HOSTS, devices_per_host=PER_HOST).devices
     sizes = {"global_batch_size": case.batch, "num_records": case.records}
-    plan = grain_shard.plan(case.mesh(stand_ins), case.spec, **sizes, **case.options())
-    size, microbatches = plan.reads.padded_batch_size, case.microbatches
+    plan = grain_shard.plan(case.mesh(stand_ins), case.spec, **sizes, **case.options)
+    size, microbatches = plan.reads.padded_batch_size, case.options.get("microbatches")
     shape = (size,) if microbatches is None else (microbatches, size // microbatches)
     for host, of_host in enumerate(result[name] for result in jobs):
         assert of_host["batches"] == plan.steps_per_epoch
@@ -133,11 +119,11 @@ def run_cases(cases):
 
 
 def run_case(case, devices):
-    source = CountingSource(case.records)
+    source = Source(case.records)
     ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i), "tokens": np.int32(i)})
     batches = ds.batch(case.batch)
-    sharded = batches.shard_to(case.mesh(devices), case.spec, timeout_s=20, **case.options())
-    source.read.clear()
+    sharded = batches.shard_to(case.mesh(devices), case.spec, timeout_s=20, **case.options)
+    source.requests.clear()
     with iter(sharded) as batches:
         # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
         got = [jax.block_until_ready(batch) for batch in batches]
@@ -146,7 +132,7 @@ def run_case(case, devices):
         "batches": len(got),
         "shapes": {leaf.shape for leaf in leaves},
         "rows_per_device": min(leaf.addressable_shards[0].data.shape[-1] for leaf in leaves),
-        "read": read_for_batches(source.read, case.records),
+        "read": source.read_for_batches(),
     }
 
 
@@ -295,6 +281,9 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
         topology_mesh("v5e:4x4", {"data": 16})
 
 
+ROWS, MODEL = {"data": 16}, {"data": 4, "model": 4}  # of 8 hosts with 2 devices each
+
+
 class TestFigures:
     @pytest.mark.parametrize(
         ("axes", "hosts", "batch", "records", "remainder", "steps", "padding", "dropped", "rows"),
@@ -351,9 +340,7 @@ class TestFigures:
         ],
     )
     def test_how_rows_are_read(self, batch, options, read, can_be_once):
-        plan = planned(
-            {"data": 4, "model": 4}, 8, 2, global_batch_size=batch, num_records=600, **options
-        )
+        plan = planned(MODEL, 8, 2, global_batch_size=batch, num_records=600, **options)
         assert plan.read == plan.reads.read == read
         assert plan.needed.amplification == 2
         assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -375,10 +362,7 @@ class TestFigures:
             ({"microbatches": 0}, "microbatches=0"),
             ({"spec": P("model")}, "'model', which does not exist"),
             ({"global_batch_size": 6, "remainder": "drop"}, "6 rows does not split into 8 shards"),
-            (
-                {"microbatches": 2, "remainder": "drop"},
-                "8 rows .* into 2 microbatches of 8 shards each",
-            ),
+            ({"microbatches": 2, "remainder": "drop"}, "8 rows .* 2 microbatches of 8 shards each"),
             ({"num_records": 5, "remainder": "drop"}, "leaves no batch"),
             ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
         ],
@@ -397,7 +381,6 @@ class TestFigures:
         assert (device.num_devices, device.rows_per_device, device.specs) == (1, 8, ())
 
 
-ROWS, MODEL = {"data": 16}, {"data": 4, "model": 4}
 H100 = {"hardware": HardwareType.H100}
 NOT_IN_MICROBATCHES = (
     "32 rows of padding.*64 rows do not split into 3 microbatches of 16 shards each.*96 rows"
@@ -452,7 +435,8 @@ class TestSlices:
         assert (first.rows_per_step, first.bytes_per_step) == (32, 32_000)
         assert (first.rows_per_epoch, second.rows_per_epoch) == (9 * 32 + 24, 9 * 32)
         assert [host.slice for host in plan.reads.hosts] == [0] * 4 + [1] * 4
-        assert "nothing is exchanged: each slice reads rows of its own" in " ".join(words(plan))
+        shown = " ".join(str(plan).split())
+        assert "nothing is exchanged: each slice reads rows of its own" in shown
         assert plan.to_dict()["num_slices"] == 2
         assert plan.to_dict()["once"]["slices"][1]["rows"] == [[32, 64]]
 
@@ -463,7 +447,7 @@ class TestSlices:
         for of_slice in plan.reads.slices:
             assert (of_slice.rows, of_slice.rows_per_step) == (((0, 64),), 64)
             assert of_slice.rows_per_epoch == 600
-        shown = " ".join(words(plan))
+        shown = " ".join(str(plan).split())
         assert "64 rows (64.0 kB) a step are read again where they are needed" in shown
         assert "reads each row once in each slice that needs it" in shown
         assert "64 rows a step are read again in another slice" in shown
@@ -478,12 +462,8 @@ class TestSlices:
         assert plan.rows_read_again == 70, "of padding nothing is read"
 
 
-def words(plan):
-    return str(plan).split()
-
-
 def test_a_plan_shows_itself():
-    plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
+    plan = planned(MODEL, 8, 2, global_batch_size=64, num_records=1000)
     assert repr(plan) == (
         "Plan(16 x unknown device on 8 hosts, mesh=(data=4, model=4), specs=(P('data')),"
         " steps_per_epoch=16, read='once', warnings=<2>)"

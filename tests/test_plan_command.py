@@ -80,9 +80,8 @@ class TestCommand:
     def test_specs(self, text, spec, capsys):
         arguments = "plan --hosts 2 --devices-per-host 4 --mesh data=2,fsdp=2,seq=2 --batch 8"
         assert main([*arguments.split(), "--records", "80", "--spec", text, "--json"]) == 0
-        plan = planned(
-            {"data": 2, "fsdp": 2, "seq": 2}, 2, 4, spec, global_batch_size=8, num_records=80
-        )
+        axes = {"data": 2, "fsdp": 2, "seq": 2}
+        plan = planned(axes, 2, 4, spec, global_batch_size=8, num_records=80)
         assert json.loads(capsys.readouterr().out) == plan.to_dict()
 
     @needs_libtpu
@@ -114,8 +113,6 @@ assert not xla_bridge.backends_are_initialized()
 
 
 class TestPicture:
-    ARGUMENTS = "plan --hosts 4 --devices-per-host 2 --mesh data=4,model=2 --batch 8 --records 80"
-
     @pytest.mark.parametrize(
         ("hosts", "devices", "options", "drawn"),
         [
@@ -132,9 +129,7 @@ class TestPicture:
             (4, 2, "data=8 --microbatches 4", "0:16 host 0: 0"),
         ],
     )
-    def test_rows_go_down_with_the_hosts_that_hold_them(
-        self, hosts, devices, options, drawn, tmp_path, capsys
-    ):
+    def test_rows_go_down_with_their_hosts(self, hosts, devices, options, drawn, tmp_path, capsys):
         path = tmp_path / "mesh.svg"
         words = f"plan --hosts {hosts} --devices-per-host {devices} --mesh {options}"
         arguments = [*words.split(), "--batch", "512", "--records", "512"]
@@ -144,6 +139,7 @@ class TestPicture:
         assert drawn in " ".join(shown.split())
 
     def test_a_folder_that_is_missing_is_named(self, tmp_path, capsys):
+        words = "plan --hosts 4 --devices-per-host 2 --mesh data=8 --batch 8 --records 80"
         path = str(tmp_path / "nowhere" / "mesh.svg")
-        assert main([*self.ARGUMENTS.split(), "--picture", path]) == 1
+        assert main([*words.split(), "--picture", path]) == 1
         assert path in capsys.readouterr().err

@@ -12,15 +12,14 @@ import pytest
 
 from grain_shard import background
 from grain_shard.background import Background
-from grain_shard.tasks import Items, Producer
+from grain_shard.tasks import Producer
 from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
 class Tickets(Producer):
     """Counts up; knows when it was asked, by whom, and how often it was closed."""
 
-    def __init__(self, count=10**9):
-        self._numbers = iter(range(count))
+    def __init__(self):
         self._asking = threading.Lock()
         self.drawn = 0
         self.closed_by = []
@@ -29,14 +28,10 @@ class Tickets(Producer):
         assert self._asking.acquire(blocking=False), "two threads ask for a ticket"
         try:
             assert not self.closed_by, "asked after close"
-            number = next(self._numbers)
             self.drawn += 1
-            return number
+            return self.drawn - 1
         finally:
             self._asking.release()
-
-    def __iter__(self):
-        return self
 
     def close(self):
         assert not self._asking.locked(), "closed while it is asked"
@@ -44,11 +39,8 @@ class Tickets(Producer):
 
 
 def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
-    tickets = Tickets() if tickets is None else tickets
-    tickets = tickets if isinstance(tickets, Producer) else Items(tickets)
-    return Background(
-        work, tickets, buffer_size=buffer_size, num_threads=num_threads, name="grain-shard-test"
-    )
+    options = {"buffer_size": buffer_size, "num_threads": num_threads}
+    return Background(work, tickets or Tickets(), name="grain-shard-test", **options)
 
 
 def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
@@ -143,24 +135,16 @@ class TestClose:
         assert tickets.closed_by == [last.name]
 
     def test_from_another_thread_it_wakes_the_consumer(self):
-        in_work, release = threading.Event(), threading.Event()
+        release = threading.Event()
 
         def work(n):
-            in_work.set()
+            threading.Thread(target=numbers.stop).start()
             wait(release)
 
         numbers = stage(work)
-
-        def close():
-            wait(in_work)
-            numbers.stop()
-
-        closer = threading.Thread(target=close)
-        closer.start()
         with pytest.raises(StopIteration):
             next(numbers)
         release.set()
-        closer.join(HANG_S)
         numbers.close()
 
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
@@ -197,21 +181,18 @@ class TestClose:
         assert_ended(numbers.threads)
 
 
-class TestStop:
-    """An iterator that is collected stops its stages."""
+def test_an_iterator_may_be_collected_and_stop_a_stage_that_holds_its_lock():
+    tickets = Tickets()
+    numbers = stage(lambda n: n, tickets)
+    next(numbers)
+    stopped = threading.Event()
 
-    def test_it_may_happen_at_any_moment_even_where_the_stage_holds_its_lock(self):
-        tickets = Tickets()
-        numbers = stage(lambda n: n, tickets)
-        next(numbers)
-        stopped = threading.Event()
+    def stopped_under_the_lock():
+        with numbers._lock:
+            numbers.stop()
+        stopped.set()
 
-        def stopped_under_the_lock():
-            with numbers._lock:
-                numbers.stop()
-            stopped.set()
-
-        threading.Thread(target=stopped_under_the_lock, daemon=True).start()
-        wait(stopped)
-        assert_ended(numbers.threads)
-        assert len(tickets.closed_by) == 1
+    threading.Thread(target=stopped_under_the_lock, daemon=True).start()
+    wait(stopped)
+    assert_ended(numbers.threads)
+    assert len(tickets.closed_by) == 1

@@ -56,13 +56,11 @@ def sharded(ds=None, **options):
     return (batches() if ds is None else ds).shard_to(data_mesh(1), **options)
 
 
-class Uneven:
+def uneven(i):
     """Every 20th record takes as long as 12 steps of `SLOW_S`; 6 batches wait in the buffers."""
-
-    def __call__(self, i):
-        if i % 20 == 19:
-            time.sleep(12 * SLOW_S)
-        return record(i)
+    if i % 20 == 19:
+        time.sleep(12 * SLOW_S)
+    return record(i)
 
 
 PIPELINES = {
@@ -70,12 +68,8 @@ PIPELINES = {
     "step": (sharded, True, "step"),
     "read": (lambda: sharded(batches(slow(record))), False, "read"),
     "map after batch": (lambda: sharded(batches().map(slow(lambda b: b))), False, "read"),
-    "uneven": (lambda: sharded(batches(Uneven())), True, "buffer"),
-    "uneven with a large buffer": (
-        lambda: sharded(batches(Uneven()), cpu_buffer_size=20),
-        True,
-        "step",
-    ),
+    "uneven": (lambda: sharded(batches(uneven)), True, "buffer"),
+    "uneven, large buffer": (lambda: sharded(batches(uneven), cpu_buffer_size=20), True, "step"),
     "map after placing": (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
     "workers": (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
     "prefetch_to_device": (lambda: prefetch_to_device(batches(slow(record))), False, "read"),
@@ -124,6 +118,7 @@ def measured(pipeline=None, num_examples=0, **lanes):
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
 BOTH_HALF, REST_HALF = [("t", 0, 4.9), ("u", 0, 4.9)], [("t", 4.9, 10), ("u", 4.9, 10)]
+REST_2 = [("t", 8, 10)]
 # The loop waits long for the first of five batches, and half a second for each of the others.
 UNEVENLY = [("main", 0, 4), *(("main", at, at + 0.5) for at in (5, 6, 7, 8))]
 OWN_WORK = {
@@ -153,10 +148,7 @@ OWN_WORK = {
         # The same threads read, stack and pad; placing has a thread of its own.
         ({**READING, "read": [("t", 0, 2)], "batch": [("t", 2, 9)]}, "batch"),
         ({**READING, "read": [("t", 0, 2)], "pad": [("t", 2, 9)]}, "pad"),
-        (
-            {**READING, "read": [("t", 0, 8)], "room": [("t", 8, 10)], "place": [("d", 0, 9)]},
-            "place",
-        ),
+        ({**READING, "read": [("t", 0, 8)], "room": REST_2, "place": [("d", 0, 9)]}, "place"),
         ({**READING, "read": [("t", 0, 9)], "place": [("d", 0, 8)]}, "read"),
         # Nearly as busy as the loop has own work, or as busy: larger buffers help only before.
         ({**OWN_WORK, "read": [("t", 0, 5.4)], "room": [("t", 5.4, 10)]}, "buffer"),
@@ -186,10 +178,16 @@ def test_a_verdict_of_buffer_says_on_what_it_rests():
 
 
 IN_PYTHON = "compute: about 500 examples a second at best if that is Python code"
+SIDE_BY_SIDE = "your functions compute: about 250 examples a second for each processor."
 SOURCE_READS = [("t", 0, 9, 0.1), ("t", 9, 10, 0, "map")]
 EIGHT_IN_TURN = [(f"t{i}", 0, 10, 1, "map") for i in range(8)]
 TWO_AT_ONCE = [(t, 0, 10, 8, "map") for t in "tu"]
+MIXED = [("t", 0, 9, 3), ("t", 9, 9.1, 0, "map")]
 HELD_UP = "or would compute if other processes did not use the processors"
+MORE_READS = (
+    "raise cpu_buffer_size (4 now) if this waits for files or a network, so that more is read side"
+    " by side: for 20% of the time"
+)
 
 
 @pytest.mark.parametrize(
@@ -201,48 +199,29 @@ HELD_UP = "or would compute if other processes did not use the processors"
         # Many threads, one of which works at a time: the others wait for the interpreter's lock.
         (EIGHT_IN_TURN, [], f"your functions {IN_PYTHON}", "pass num_workers", "raise cpu_buffer"),
         # Threads compute side by side.
-        (
-            TWO_AT_ONCE,
-            [],
-            "your functions compute: about 250 examples a second for each processor.",
-            "pass num_workers",
-            "raise cpu_buffer_size",
-        ),
+        (TWO_AT_ONCE, [], SIDE_BY_SIDE, "pass num_workers", "raise cpu_buffer_size"),
         # Reads that wait, with room for more of them and without.
         (SOURCE_READS, [], "the source waits.", "num_threads", "raise cpu_buffer_size"),
         (SOURCE_READS, [], "the source waits.", "give the source a _getitems", ""),
-        (
-            SOURCE_READS,
-            [("t", 1, 3)],
-            "the source waits.",
-            "raise cpu_buffer_size (4 now) if this waits for files or a network, so that more is"
-            " read side by side: for 20% of the time",
-            "num_workers",
-        ),
+        (SOURCE_READS, [("t", 1, 3)], "the source waits.", MORE_READS, "num_workers"),
         ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "num_threads", "num_workers"),
         ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "leave num_threads out", "source"),
         # What is not told apart may be either.
         ([("t", 0, 10, 0.1)], [], "the source, or your functions, wait.", "_getitems", "raise"),
         # Between the two nobody can tell.
-        (
-            [("t", 0, 9, 3), ("t", 9, 9.1, 0, "map")],
-            [],
-            f"the source waits, {HELD_UP}.",
-            "pass num_workers if this computes",
-            "raise",
-        ),
+        (MIXED, [], f"the source waits, {HELD_UP}.", "pass num_workers if this computes", "raise"),
     ],
 )
-def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
-    reads, rests, reason, advice, not_advised
-):
-    found = find_bottleneck(
-        measured(num_examples=4000, **{**READING, "read": reads, "room": rests})
-    )
+def test_processor_time_tells_if_reads_compute_or_wait(reads, rests, reason, advice, not_advised):
+    lanes = {**READING, "read": reads, "room": rests}
+    found = find_bottleneck(measured(num_examples=4000, **lanes))
     assert found.name == "read"
     assert reason in found.reason
     assert advice in " ".join(found.advice)
     assert not not_advised or not_advised not in " ".join(found.advice)
+
+
+BEFORE_BATCH = "after .batch (or the work of its batch_fn) before .batch"
 
 
 @pytest.mark.parametrize(
@@ -250,11 +229,7 @@ def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
     [
         (Pipeline(), "if this waits for files or a network", "read="),
         (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (
-            Pipeline(reads_other_rows=True),
-            "after .batch (or the work of its batch_fn) before .batch",
-            "read=",
-        ),
+        (Pipeline(reads_other_rows=True), BEFORE_BATCH, "read="),
         (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "read="),
         (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
@@ -269,13 +244,7 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
     ("size", "workers", "work_s", "reason", "advice"),
     [
         (8, 2, 10, "8.0 tasks.* 10,000.0 ms: 10,000.0 ms at.* 100% busy", "add workers, and"),
-        (
-            2,
-            2,
-            10,
-            "2.0 tasks.* 0.0 ms on the network.* 100% busy",
-            "raise cpu.*would have no task",
-        ),
+        (2, 2, 10, "2.0 tasks.* 0.0 ms on the net.* 100% busy", "raise cpu.*would have no task"),
         (2, 2, 2, r"8,000.0 ms on the network.*\(2 seen\) are 20% busy", "raise .* to 10 or more"),
         (8, 1, 4, r"6,000.0 ms on the network.*\(1 seen\) are 40% busy", "network.*uint8 images"),
     ],
@@ -374,9 +343,8 @@ class TestProfile:
 
     def test_threads_that_make_batches_tell_when_the_buffer_is_full(self):
         profiled = profile(sharded(), slow(step), 10)
-        assert {s.thread for s in profiled.rests} & {
-            s.thread for s in profiled.recorded_spans if s.stage == "read"
-        }
+        readers = {s.thread for s in profiled.recorded_spans if s.stage == "read"}
+        assert readers & {s.thread for s in profiled.rests}
         assert all(0 <= s.start <= s.end <= profiled.seconds for s in profiled.rests)
         assert "room" not in profiled.lanes_s
 
@@ -388,9 +356,8 @@ class TestProfile:
         for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(num_threads\)")]:
             profiled = profile(sharded(num_threads=fixed), step, 5)
             assert re.fullmatch(words, profiled.read_threads)
-            assert f"adapted while the loop ran: {profiled.read_threads}\n(threads come" in str(
-                profiled
-            )
+            adapted = f"adapted while the loop ran: {profiled.read_threads}\n(threads come"
+            assert adapted in str(profiled)
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):
@@ -403,13 +370,9 @@ class TestProfile:
         ("num_batches", "asked", "tells"),
         [(1, 50, False), (9, 50, False), (10, 50, True), (1, 2, True)],
     )
-    def test_of_too_few_batches_it_tells_nothing_but_how_to_have_more(
-        self, num_batches, asked, tells
-    ):
-        few = dataclasses.replace(
-            measured(**READING), num_batches=num_batches, num_batches_asked=asked
-        )
-        found = find_bottleneck(few)
+    def test_of_too_few_batches_it_only_tells_how_to_have_more(self, num_batches, asked, tells):
+        sizes = {"num_batches": num_batches, "num_batches_asked": asked}
+        found = find_bottleneck(dataclasses.replace(measured(**READING), **sizes))
         assert found.name == ("read" if tells else "unseen")
         assert tells or f"{num_batches} of the {asked} batches" in found.reason
         assert tells or found.advice == ("put .repeat() before .batch, and profile again.",)
@@ -443,9 +406,7 @@ class TestPicture:
         assert figure._repr_png_().startswith(b"\x89PNG")
         assert capsys.readouterr().out == f"{profiled}\n"
 
-    def test_without_matplotlib_there_is_text_and_an_error_that_says_what_to_install(
-        self, monkeypatch
-    ):
+    def test_without_matplotlib_there_is_text_and_an_error_with_its_remedy(self, monkeypatch):
         profiled = profile(sharded(), step, 2)
         for name in ("matplotlib", "matplotlib.figure"):
             monkeypatch.setitem(sys.modules, name, None)

@@ -32,12 +32,8 @@ def test_the_face_is_small_and_completion_shows_all_of_it():
 
 def test_the_names_that_type_checkers_see_are_those_that_can_be_imported():
     stub = ast.parse(FACE.with_suffix(".pyi").read_text())
-    seen = {
-        alias.asname
-        for node in stub.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname for node in imports for alias in node.names}
     assert seen == set(grain_shard.__all__)
 
 
@@ -72,14 +68,9 @@ def test_type_checkers_know_what_the_function_returns(tmp_path):
         "reveal_type(grain_shard.shard_to(batches, jax.make_mesh((1,), ('data',))))\n"
         "reveal_type(grain_shard.shard_to(batches, remainder='drop').epochs(2))\n"
     )
-    command = ["pyright", "--pythonpath", sys.executable, script]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, script]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert re.findall(r'is "(\w+)"', done.stdout) == ["ShardedDataset", "Epochs"]
 

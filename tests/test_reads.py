@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import HedgedSource, background
-from grain_shard.pace import Pace, ReadPace
+from grain_shard import HedgedSource
+from grain_shard.pace import ReadPace
 from grain_shard.reading import contents, read, reads
 from grain_shard.sources import hedged_source
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
@@ -34,15 +34,15 @@ def batches(source, global_batch_size=8):
     return grain.MapDataset.source(source).map(record).batch(global_batch_size)
 
 
-# What a `HedgedSource` waits for is late at once, and it may ask again for as much as is read.
-IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
-
-
 def in_order(num_records, global_batch_size):
     return [
         list(range(start, min(num_records, start + global_batch_size)))
         for start in range(0, num_records, global_batch_size)
     ]
+
+
+# What a `HedgedSource` waits for is late at once, and it may ask again for as much as is read.
+IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ class TestSideBySide:
                 together.wait(HANG_S)
             return batch
 
-        ds = batches(Source(48, nothing)).map(after).shard_to(data_mesh(2), num_threads=3)
+        ds = batches(Source(48)).map(after).shard_to(data_mesh(2), num_threads=3)
         assert ids(ds) == in_order(48, 8)
 
     def test_one_large_call_is_made_where_one_thread_reads(self):
-        source = BatchedSource(64, nothing)
+        source = BatchedSource(64)
         assert ids(batches(source).shard_to(data_mesh(2), num_threads=1)) == in_order(64, 8)
         assert max(map(len, source.calls)) >= 2 * 8
 
@@ -158,29 +158,24 @@ def test_the_batches_are_the_same_however_many_threads_read_and_whatever_is_aske
             np.testing.assert_array_equal(np.asarray(batch[key])[:rows], leaf)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 class TestTimeIsOver:
     """A read that takes longer than records before it leaves the rest to others."""
 
     @pytest.fixture(autouse=True)
     def no_time(self, monkeypatch):
-        monkeypatch.setattr(read, "_READ_S", -1.0)
-
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    @pytest.mark.parametrize("remainder", ["pad", "drop"])
-    def test_the_batches_are_the_same(self, source, num_threads, remainder, monkeypatch):
         # Each read wants as many records as it may take, and is through after one.
+        monkeypatch.setattr(read, "_READ_S", -1.0)
         monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
+
+    @pytest.mark.parametrize("remainder", ["pad", "drop"])
+    def test_the_batches_are_the_same(self, source, num_threads, remainder):
         ds = batches(source(45, nothing)).shard_to(
             data_mesh(2), num_threads=num_threads, remainder=remainder
         )
         assert ids(ds) == in_order(45 if remainder == "pad" else 40, 8)
 
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    def test_what_was_left_of_batches_before_an_error_is_read(
-        self, source, num_threads, monkeypatch
-    ):
-        monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
-
+    def test_what_was_left_of_batches_before_an_error_is_read(self, source, num_threads):
         ds, seen = batches(source(45, bad(21, error=OSError))), []
         with (
             iter(ds.shard_to(data_mesh(2), num_threads=num_threads)) as it,
@@ -242,20 +237,18 @@ class TestLife:
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        ds = batches(Source(80, nothing)).shard_to(data_mesh(2), num_threads=64)
+        ds = batches(Source(80)).shard_to(data_mesh(2), num_threads=64)
         assert ids(ds) == in_order(80, 8)
         assert len(started) == 3
 
     @pytest.mark.parametrize("method", ["begun", "done"])
-    def test_an_error_of_the_stage_itself_is_no_hang(self, method):
-        class Broken(Pace):
-            pass
-
+    def test_an_error_of_the_stage_itself_is_no_hang(self, method, monkeypatch):
         def fail(self, *args):
             raise ZeroDivisionError("in the pace")
 
-        setattr(Broken, method, fail)
-        tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
-        stage = background.TaskStage(tasks, buffer_size=2, pace=Broken(2), name="grain-shard-test")
-        with pytest.raises(ZeroDivisionError, match="in the pace"):
-            list(stage)
+        monkeypatch.setattr(ReadPace, method, fail)
+        with (
+            iter(batches(Source(80)).shard_to(data_mesh(2))) as iterator,
+            pytest.raises(ZeroDivisionError, match="in the pace"),
+        ):
+            list(iterator)

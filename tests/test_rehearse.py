@@ -24,6 +24,8 @@ from grain_shard.errors import GrainShardError
 from grain_shard.tools.command import main
 from grain_shard.tools.rehearse import host_process, rehearsal
 
+pytestmark = pytest.mark.slow
+
 COMMAND_LINE = """
 import argparse, signal, sys
 from grain_shard.tools.rehearse import command
@@ -42,7 +44,7 @@ def script(tmp_path):
     def write(text):
         path = tmp_path / "train.py"
         path.write_text(
-            "import os, signal, subprocess, sys\n"
+            "import os, signal, subprocess, sys, time\n"
             "host = int(os.environ['SLURM_PROCID'])\n" + textwrap.dedent(text)
         )
         return str(path)
@@ -73,7 +75,6 @@ def place_of_this_host():
     }
 
 
-@pytest.mark.slow
 def test_every_host_has_its_place_and_collectives_cross_hosts():
     assert rehearse.run(place_of_this_host, hosts=3, devices_per_host=2) == [
         {"process": (host, 3), "devices": (2, 6), "platform": "cpu", "gathered": [0, 1, 2]}
@@ -81,7 +82,6 @@ def test_every_host_has_its_place_and_collectives_cross_hosts():
     ]
 
 
-@pytest.mark.slow
 def test_one_host_amid_the_variables_of_a_real_cluster(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "64")
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://192.0.2.1:34911")
@@ -107,7 +107,6 @@ def test_a_script_that_waits_for_no_result_ends_when_its_devices_have_finished(s
         assert rehearse.run_script([path], hosts=2, devices_per_host=4, timeout_s=60).exit_code == 0
 
 
-@pytest.mark.slow
 def test_a_function_is_sent_with_its_closure_and_returns_any_value():
     class Row:
         def __init__(self, host):
@@ -125,7 +124,6 @@ def test_a_librarys_function_is_sent_by_name():
     assert args == ("cpu",)
 
 
-@pytest.mark.slow
 def test_the_hosts_need_not_find_the_functions_module(tmp_path, monkeypatch):
     path = tmp_path / "far_away.py"
     path.write_text("def inner(): return 'inner'\n\ndef outer(): return 'outer', inner()\n")
@@ -139,7 +137,6 @@ def test_the_hosts_need_not_find_the_functions_module(tmp_path, monkeypatch):
 # The command line.
 
 
-@pytest.mark.slow
 def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
     path = script("""
         import jax
@@ -152,19 +149,14 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
     command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", "--devices-per-host", "3", path]
     ended = subprocess.run([*command, "--steps", "7"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
+    others = ["no newline", "of C++", "on stderr"]
     assert sorted(ended.stdout.splitlines()) == [
         f"[host {host}] {line}"
         for host in range(2)
-        for line in (
-            f"['--steps', '7'] on {host} with 6 devices",
-            "no newline",
-            "of C++",
-            "on stderr",
-        )
+        for line in (f"['--steps', '7'] on {host} with 6 devices", *others)
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys):
     path = script("import jax.numpy as jnp; print(float(jnp.ones(3).sum()))")
@@ -182,6 +174,7 @@ def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys)
         )
 
 
+JOIN = "import jax; jax.distributed.initialize()"
 NOT_JOINED = (
     "host 1 had not called jax.distributed.initialize(). Without that call each process runs the"
     " whole job by itself, and the processes may disturb each other, for example in a folder that"
@@ -190,17 +183,13 @@ NOT_JOINED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "says_so"),
     [
         ("", False),  # JAX has nothing to do with it
         ("import jax", True),
-        ("import jax; jax.distributed.initialize()", False),
-        (
-            "import jax; jax.distributed.initialize(); jax.devices(); jax.distributed.shutdown()",
-            False,
-        ),
+        (JOIN, False),
+        (f"{JOIN}; jax.devices(); jax.distributed.shutdown()", False),
     ],
 )
 def test_a_host_that_fails_without_having_joined_is_told_so(before, says_so, script, capsys):
@@ -228,7 +217,6 @@ def test_the_summary_has_the_last_lines_between_the_failure_and_the_remedy():
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "jax.distributed.shutdown()", "sys.exit()", "os._exit(0)"])
 def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(end, script):
     path = script(f"""
@@ -246,10 +234,7 @@ def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(end, scrip
     assert not any("Gloo" in output for output in result.outputs)
 
 
-@pytest.mark.slow
-def test_a_module_in_place_of_a_script_gets_all_options_that_follow_it(
-    script, tmp_path, monkeypatch, capsys
-):
+def test_a_module_gets_all_options_that_follow_it(script, tmp_path, monkeypatch, capsys):
     script("print(__name__, sys.argv[1:], sys.path[0] == os.getcwd())")
     monkeypatch.chdir(tmp_path)
     assert main(["rehearse", "--hosts", "1", "-m", "train", "--hosts", "9", "-m"]) == 0
@@ -259,7 +244,6 @@ def test_a_module_in_place_of_a_script_gets_all_options_that_follow_it(
 # Failures.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "exit_code", "head", "last_line"),
     [
@@ -270,9 +254,7 @@ def test_a_module_in_place_of_a_script_gets_all_options_that_follow_it(
         ("os.kill(os.getpid(), 9)", 137, "exit code 137 (signal 9: Killed)", "started"),
     ],
 )
-def test_the_first_failure_is_reported_and_ends_the_others(
-    script, failure, exit_code, head, last_line
-):
+def test_the_first_failure_is_told_and_ends_the_others(script, failure, exit_code, head, last_line):
     path = script(f"""
         print("started")
         if host == 1:
@@ -286,7 +268,6 @@ def test_the_first_failure_is_reported_and_ends_the_others(
     assert result.summary().splitlines()[-1] == f"[host 1] {last_line}"
 
 
-@pytest.mark.slow
 def test_a_traceback_begins_in_the_script(script):
     path = script("def divide(): 1 / 0\ndivide()")
     result = rehearse.run_script([path], hosts=1)
@@ -296,7 +277,6 @@ def test_a_traceback_begins_in_the_script(script):
     ]
 
 
-@pytest.mark.slow
 def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
     monkeypatch.setattr(host_process, "_GRACE_S", 0.5)
     os.mkfifo(tmp_path / "host_0_is_ready")
@@ -313,7 +293,6 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
     assert result.failed_host == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["raise", "kill"])
 def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, monkeypatch):
     # JAX catches SIGTERM, so all of this time is waited.
@@ -336,11 +315,9 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, mon
     assert ("ValueError: boom" in caught.value.result.outputs[1]) == (failure == "raise")
 
 
-@pytest.mark.slow
 def test_a_crash_is_reported_even_if_another_host_notices_it_first(script, tmp_path):
     os.mkfifo(tmp_path / "connection")
     path = script("""
-        import time
         if host == 0:
             open(sys.argv[1]).read()
             raise ConnectionError("lost host 1")
@@ -353,13 +330,9 @@ def test_a_crash_is_reported_even_if_another_host_notices_it_first(script, tmp_p
     assert result.failed_host == 1
 
 
-STACK = (
-    "*** Check failure stack trace: ***",
-    "    @     0x7f6cf3040634  absl::LogMessage::Flush()",
-)
+STACK = "*** Check failure stack trace: ***", "    @     0x7f6cf3040634  absl::LogMessage::Flush()"
 
 
-@pytest.mark.slow
 def test_the_stack_with_which_jax_ends_a_host_that_lost_another_is_not_shown(script):
     shown = io.StringIO()
     path = script("""
@@ -379,7 +352,6 @@ def test_the_stack_with_which_jax_ends_a_host_that_lost_another_is_not_shown(scr
     assert shown.getvalue().count("ValueError: boom") == 1
 
 
-@pytest.mark.slow
 def test_any_other_stack_is_shown(script):
     shown = io.StringIO()
     path = script(f"print({STACK[0]!r}); print({STACK[1]!r}); os.abort()")
@@ -387,10 +359,8 @@ def test_any_other_stack_is_shown(script):
     assert shown.getvalue().splitlines() == [f"[host 0] {line}" for line in STACK]
 
 
-@pytest.mark.slow
 def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(script):
     path = script("""
-        import time
         def wait_for_the_others():
             print("waiting")
             time.sleep(1000)
@@ -407,11 +377,9 @@ def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(script):
         assert any("train.py" in line and "in wait_for_the_others" in line for line in said)
 
 
-@pytest.mark.slow
 def test_a_host_that_only_hears_of_a_failure_is_not_the_first(script):
     """Although it ends sooner than the one that has failed, whose `finally` takes a while."""
     path = script("""
-        import time
         from grain_shard import AgreementError
         if host == 0:
             raise AgreementError("host 1 failed: OSError: the bucket is gone")
@@ -431,7 +399,6 @@ def test_no_hosts_are_refused():
 # What is left behind.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
     path = script("""
@@ -456,7 +423,6 @@ def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
     assert all(has_ended(pid) for pid in pids)
 
 
-@pytest.mark.slow
 def test_the_workers_of_a_host_end_with_it(script):
     path = script("""
         worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -468,7 +434,6 @@ def test_the_workers_of_a_host_end_with_it(script):
     assert has_ended(int(result.outputs[0]))
 
 
-@pytest.mark.slow
 def test_a_killed_hosts_shared_memory_is_freed(script):
     path = script("""
         from multiprocessing.shared_memory import SharedMemory
@@ -480,7 +445,6 @@ def test_a_killed_hosts_shared_memory_is_freed(script):
         SharedMemory(result.outputs[0].split()[0])
 
 
-@pytest.mark.slow
 def test_nothing_is_left_in_this_process(tmp_path, monkeypatch):
     def state():
         return sorted(os.listdir("/proc/self/fd")), threading.enumerate(), os.listdir(tmp_path)
@@ -495,7 +459,6 @@ def test_nothing_is_left_in_this_process(tmp_path, monkeypatch):
         assert zombie is None
 
 
-@pytest.mark.slow
 def test_an_output_that_is_closed_ends_the_rehearsal(script):
     class Pager(io.StringIO):
         def flush(self):

@@ -1,7 +1,5 @@
 """`.slice([3, 1, 4])`, which Grain has after 0.2.18, is known as a slice is: around .batch, too."""
 
-import json
-
 import grain
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes, routes
 from grain_shard.reading.row_dataset import batching_of
 from tests.conftest import data_mesh, ids
+from tests.pipelines import after, going_on
 
 
 class ReindexMapDataset(grain.MapDataset):
@@ -49,8 +48,8 @@ def slice_of(request, monkeypatch):
     return make
 
 
-def five():
-    return grain.MapDataset.range(5).map(lambda i: {"id": np.int32(i)})
+def records(count=5):
+    return grain.MapDataset.range(count).map(lambda i: {"id": np.int32(i)})
 
 
 @pytest.mark.parametrize(
@@ -68,13 +67,13 @@ def five():
 def test_batches_are_those_that_were_asked_for(slice_of, build, expected):
     if not slice_of.is_known and [4] in expected:
         pytest.skip("only Grain's hints tell where a short batch may be")
-    ds = build(five(), slice_of)
+    ds = build(records(), slice_of)
     assert [batch["id"].tolist() for batch in ds] == expected
     assert ids(ds.shard_to(data_mesh(2))) == expected
 
 
 def test_rows_of_a_batch_are_read_alone_if_the_node_is_known(slice_of):
-    batching = batching_of(slice_of(five().batch(2), [1, 0]))
+    batching = batching_of(slice_of(records().batch(2), [1, 0]))
     assert batching.reads_rows_alone == slice_of.is_known
 
 
@@ -91,7 +90,7 @@ SHUFFLES = {
 @pytest.mark.parametrize("shuffle", SHUFFLES.values(), ids=SHUFFLES)
 @pytest.mark.parametrize("seed", range(4))
 def test_batches_may_be_shuffled_whichever_of_them_is_short(shuffle, seed):
-    ds = shuffle(grain.MapDataset.range(11).map(lambda i: {"id": np.int32(i)}).batch(2), seed)
+    ds = shuffle(records(11).batch(2), seed)
     assert ids(ds.shard_to(data_mesh(2))) == [batch["id"].tolist() for batch in ds]
 
 
@@ -100,13 +99,13 @@ def test_batches_may_be_shuffled_whichever_of_them_is_short(shuffle, seed):
     "chosen", [lambda ds: ds.shuffle(seed=1), lambda ds: ds[::-1], lambda ds: ds[1:].map(dict)]
 )
 def test_full_batches_may_be_chosen_whatever_becomes_of_short_ones(chosen, remainder):
-    ds = chosen(grain.MapDataset.range(8).map(lambda i: {"id": np.int32(i)}).batch(2))
+    ds = chosen(records(8).batch(2))
     sharded = ds.shard_to(data_mesh(2), remainder=remainder)
     assert ids(sharded) == [batch["id"].tolist() for batch in ds]
 
 
 def test_of_shuffled_batches_only_the_rows_that_are_kept_are_read():
-    assert batching_of(five().batch(2).shuffle(seed=1)).reads_rows_alone
+    assert batching_of(records().batch(2).shuffle(seed=1)).reads_rows_alone
 
 
 def test_many_records_are_what_grain_gives_one_by_one(slice_of):
@@ -127,14 +126,8 @@ def test_many_records_are_what_grain_gives_one_by_one(slice_of):
 def test_a_state_of_other_indices_is_refused(slice_of, saved, now):
     if not slice_of.is_known:
         pytest.skip("then only the text of the node is compared")
-    mesh = data_mesh(2)
-    with iter(slice_of(five().batch(2), saved).shard_to(mesh)) as iterator:
-        next(iterator)
-        state = json.loads(json.dumps(iterator.get_state()))
-    with iter(slice_of(five().batch(2), saved).shard_to(mesh)) as iterator:
-        iterator.set_state(state)
-    with (
-        iter(slice_of(five().batch(2), now).shard_to(mesh)) as iterator,
-        pytest.raises(StateError, match=r"transforms changed"),
-    ):
-        iterator.set_state(state)
+    saved, now = (slice_of(records().batch(2), of).shard_to(data_mesh(2)) for of in (saved, now))
+    _, state = after(saved, 1)
+    going_on(saved, state)
+    with pytest.raises(StateError, match=r"transforms changed"):
+        going_on(now, state)

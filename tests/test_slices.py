@@ -36,14 +36,12 @@ class Device:
     device_kind: str = "some chip"
 
 
-def hybrid_mesh(within, between, names="abc", devices_per_host=2):
-    """`create_hybrid_device_mesh` of devices that are not there."""
+def hybrid_mesh(within, between):
+    """`create_hybrid_device_mesh` of devices that are not there, with two on a host."""
     per_slice, slices = int(np.prod(within)), int(np.prod(between))
-    devices = [
-        Device(i, i // min(devices_per_host, per_slice), i // per_slice)
-        for i in range(per_slice * slices)
-    ]
-    return Mesh(create_hybrid_device_mesh(within, between, devices), tuple(names[: len(within)]))
+    of_host = min(2, per_slice)
+    devices = [Device(i, i // of_host, i // per_slice) for i in range(per_slice * slices)]
+    return Mesh(create_hybrid_device_mesh(within, between, devices), tuple("abc"[: len(within)]))
 
 
 class TestWhereAMeshIsCut:
@@ -99,18 +97,6 @@ class TestWhereAMeshIsCut:
         assert slice_of(Device(0, 0, 3, platform="gpu")) == 0  # 3 is of NVLink
 
 
-def slices_of_hosts(mesh):
-    return {device.process_index: device.slice_index for device in mesh.devices.flat}
-
-
-def rows_of_slices(mesh, spec, num_rows):
-    """By slice, the rows on its devices; from JAX alone."""
-    slices, held = slices_of_hosts(mesh), {}
-    for host, rows in rows_of_devices(mesh, P(*spec[:1]), num_rows).items():
-        held.setdefault(slices[host], set()).update(rows)
-    return held
-
-
 SHAPES = st.sampled_from([(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2)])
 
 
@@ -128,12 +114,12 @@ class TestWhoReadsWhat:
         mesh = hybrid_mesh(within, between)
         target = ShardingTree.of(mesh, dict(enumerate(of_leaves)))
         rows = 2 * mesh.size
-        needed = {s: set() for s in range(int(np.prod(between)))}
+        slices = {device.process_index: device.slice_index for device in mesh.devices.flat}
+        needed = {s: set() for s in slices.values()}
         for spec in of_leaves:
-            for s, held in rows_of_slices(mesh, spec, rows).items():
-                needed[s] |= held
+            for host, held in rows_of_devices(mesh, P(*spec[:1]), rows).items():
+                needed[slices[host]] |= held
         read = {s: Counter() for s in needed}
-        slices = slices_of_hosts(mesh)
         for host, layout in target.spread().layouts().items():
             read[slices[host]].update(layout.rows(rows).tolist())
         for s, counts in read.items():

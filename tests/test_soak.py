@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,34 +41,21 @@ def test_cases_in_one_process(number, tmp_path):
 
 
 def test_a_library_that_gives_a_host_other_rows_is_found_out(tmp_path, monkeypatch):
-    case = next(case for case in drawn_pipelines() if case.hosts > 1)
+    drawn = (cases.draw(SEED, number)[1] for number in of_kind("pipelines", 30))
+    case = next(case for case in drawn if case.hosts > 1)
     rows = BatchLayout.rows
     monkeypatch.setattr(BatchLayout, "rows", lambda *args: rows(*args)[::-1])
     with pytest.raises(compare.Difference, match=r"(?s)batch .* is\n.*and should be\n"):
         case.run(tmp_path)
 
 
-def drawn_pipelines():
-    for number in of_kind("pipelines", 30):
-        yield cases.draw(SEED, number)[1]
-
-
-class BrokenWorker:
-    """Finds case 1 at fault."""
-
-    def __init__(self, log):
-        pass
-
-    def run(self, seed, number, limit_s):
+def test_a_case_that_fails_is_written_down_and_the_soak_goes_on(tmp_path, monkeypatch, capsys):
+    def run(seed, number, limit_s):
         failure = "batch 3 is missing" if number == 1 else None
         return Outcome(Counter(batches=1), failure, "what was printed\n", 0.5)
 
-    def end(self):
-        pass
-
-
-def test_a_case_that_fails_is_written_down_and_the_soak_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.soak.__main__.Worker", BrokenWorker)
+    worker = SimpleNamespace(run=run, end=lambda: None)
+    monkeypatch.setattr("benchmarks.soak.__main__.Worker", lambda log: worker)
     assert soak(SEED, range(3), deadline=float("inf"), out=tmp_path) == 1
     (file,) = tmp_path.iterdir()
     told = file.read_text()

@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from unittest.mock import Mock
 
 import grain
 import numpy as np
@@ -21,7 +22,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 from tests.on_hosts import KeyValues
-from tests.pipelines import shared_out
+from tests.pipelines import KINDS, shared_out, six
 
 NOTHING = {"records": 0, "bytes": 0}
 
@@ -141,9 +142,6 @@ def test_a_stage_that_rests_is_seen_all_the_same(loop):
     assert recent.busiest == "place"
 
 
-# What is known of the reads.
-
-
 def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(loop):
     bad = [BadRecord(i, "ValueError: corrupt") for i in range(2)]
     loop.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
@@ -160,42 +158,29 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(loop):
 # Pipelines.
 
 
-# The same records in batches of 8, as each kind of pipeline has them.
-PIPELINES = {
-    "random access": lambda records, mesh: records.batch(8).shard_to(mesh),
-    "batch map": lambda records, mesh: records.batch(8).map(dict).shard_to(mesh),
-    "stream": lambda records, mesh: records.to_iter_dataset().batch(8).shard_to(mesh),
-    "feeds": lambda records, mesh: shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh),
-    "workers": lambda records, mesh: records.batch(8).shard_to(mesh, num_workers=1),
-}
-SEEN = {
-    "random access": {"read", "map", "batch", "pad", "place"},
-    "batch map": {"read", "batch", "pad", "place"},
-    "stream": {"read", "pad", "place"},
-    "feeds": {"read", "batch", "place"},
-    "workers": {"place"},
-}
-
-
-def load(i):
-    return {"id": np.int32(i), "x": np.zeros(3, np.float32)}
-
-
 @pytest.mark.parametrize(
-    "kind", [k if k != "workers" else pytest.param(k, marks=pytest.mark.slow) for k in SEEN]
+    ("kind", "num_workers", "seen"),
+    [
+        ("random access", 0, {"read", "map", "batch", "pad", "place"}),
+        ("custom batch", 0, {"read", "batch", "pad", "place"}),
+        ("stream", 0, {"read", "pad", "place"}),
+        ("feeds", 0, {"read", "batch", "place"}),
+        pytest.param("random access", 1, {"place"}, marks=pytest.mark.slow),
+    ],
 )
-def test_what_each_kind_of_pipeline_tells(mesh, kind):
-    records = grain.MapDataset.source(list(range(20))).map(load)
-    with iter(PIPELINES[kind](records, mesh)) as batches:
-        seen = [stats for _ in batches if (stats := batches.stats())]
+def test_what_each_kind_of_pipeline_tells(kind, num_workers, seen):
+    read_ahead = {"feeds": lambda make: shared_out(six(make, 0), 4, 4, grain.ReadOptions())}
+    ds = (KINDS | read_ahead)[kind](lambda i: {"id": np.int32(i), "x": np.zeros(3, np.float32)})
+    with iter(ds.shard_to(data_mesh(4), num_workers=num_workers)) as batches:
+        assert [batches.stats().total.batches for _ in batches] == [1, 2]
         end = batches.stats()
-    assert [stats.total.batches for stats in seen] == [1, 2, 3]
-    assert end.total.records == 20
-    # 8 ids, 8 rows of three floats, and 8 booleans.
-    assert end.total.bytes == 3 * 8 * (4 + 12 + 1)
-    figures = {name for name in SEEN["random access"] if getattr(end.total, f"{name}_s")}
-    assert figures == SEEN[kind]
-    assert (end.read_threads is not None) == (kind in ("random access", "batch map"))
+    assert end.total.records == 6
+    # 4 ids, 4 rows of three floats, and 4 booleans.
+    assert end.total.bytes == 2 * 4 * (4 + 12 + 1)
+    stages = {"read", "map", "batch", "pad", "place"}
+    assert {stage for stage in stages if getattr(end.total, f"{stage}_s")} == seen
+    reads_in_threads = kind in ("random access", "custom batch") and not num_workers
+    assert (end.read_threads is not None) == reads_in_threads
     assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
 
 
@@ -263,10 +248,7 @@ def test_stats_can_be_had_before_the_first_batch_and_after_the_end(mesh):
     assert "since the beginning: 3 batches, 20 records" in str(batches.stats())
 
 
-# For wandb and TensorBoard.
-
-
-def test_as_dict_is_flat_and_has_numbers_alone(mesh):
+def test_as_dict_is_flat_and_has_numbers_alone_as_wandb_and_tensorboard_want(mesh):
     with iter(numbered(20, 8).shard_to(mesh)) as batches:
         list(batches)
         stats = batches.stats()
@@ -330,15 +312,14 @@ class Cluster:
     def __init__(self, monkeypatch, num_hosts):
         self.store, self.shares = KeyValues(), [0.0] * num_hosts
         self.stores, self.iterators, self.logged = [], [], []
-        monkeypatch.setattr(
-            slowest_module.logging,
-            "warning",
-            lambda text, *args: self.logged.append((self.at_work, text % args)),
-        )
+        monkeypatch.setattr(slowest_module.logging, "warning", self.log)
         for host in range(num_hosts):
             self.stores.append(self.store.of_host(host))
             self.iterators.append({"train": self.iterator(host)})
         self.go_round()
+
+    def log(self, text, *args):
+        self.logged.append((self.at_work, text % args))
 
     def iterator(self, host):
         hosts = range(len(self.shares))
@@ -398,9 +379,6 @@ class TestHostsThatTellEachOther:
         assert cluster.found() == {(0, False)}
 
 
-# Prometheus.
-
-
 @pytest.fixture
 def registry():
     return CollectorRegistry()
@@ -455,16 +433,12 @@ class TestPrometheus:
         assert scraped(registry) == {}
 
     def test_the_slowest_host(self, registry):
-        class Iterator:
-            slowest = None
-
-            def stats(self):
-                return Stats(Figures(), Figures(), slowest_host=self.slowest)
-
-        batches = Iterator()
+        batches = Mock()
+        batches.stats.return_value = Stats(Figures(), Figures(), slowest_host=None)
         prometheus.export(batches, "train", registry)
         assert 'grain_shard_slowest_host{dataset="train"}' not in scraped(registry)
-        batches.slowest = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
+        found = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
+        batches.stats.return_value = Stats(Figures(), Figures(), slowest_host=found)
         samples = scraped(registry)
         assert samples['grain_shard_slowest_host{dataset="train"}'] == 1
         assert samples['grain_shard_slowest_host_behind_s{dataset="train"}'] == 0.01

@@ -11,13 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import ShardingError
 from grain_shard.measuring import measure_throughput
 from grain_shard.placement import prefetch_to_device
 from grain_shard.training.meshes import create_sharded_pipeline
-from tests.conftest import data_mesh, ids, numbered
-
-DEVICE_COUNTS = [1, 2, 4, 8]
+from tests.conftest import data_mesh, ids, numbered, refused
+from tests.pipelines import flat
 
 
 def records(num_records):
@@ -25,11 +23,11 @@ def records(num_records):
 
 
 class TestCreateShardedPipeline:
-    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
     def test_every_device_gets_so_many_rows(self, num_devices):
         pipeline = create_sharded_pipeline(records(20), data_mesh(num_devices), 2)
         batches = list(pipeline)
-        assert [i for batch in ids(batches) for i in batch] == list(range(20))
+        assert flat(ids(batches)) == list(range(20))
         for batch in batches:
             assert batch["image"].sharding.num_devices == num_devices
             assert batch["image"].addressable_shards[0].data.shape == (2, 3)
@@ -53,31 +51,28 @@ class TestCreateShardedPipeline:
     )
     def test_datasets_instead_of_a_source(self, records):
         pipeline = create_sharded_pipeline(records.map(lambda i: {"id": i}), data_mesh(2), 2)
-        assert sorted(i for batch in ids(pipeline) for i in batch) == list(range(8))
+        assert sorted(flat(ids(pipeline))) == list(range(8))
 
     def test_refusals(self, mesh):
-        with pytest.raises(ShardingError, match="batch_size_per_device=0"):
+        with refused("batch_size_per_device=0"):
             create_sharded_pipeline(records(8), mesh, 0)
-        with pytest.raises(ShardingError, match="no batch"):
+        with refused("no batch"):
             create_sharded_pipeline([], mesh)
-        with pytest.raises(ShardingError, match="none of the mesh axes"):
+        with refused("none of the mesh axes"):
             create_sharded_pipeline(records(8), jax.make_mesh((4, 2), ("x", "y")))
 
 
-def sources(num_records):
-    """Every kind of iterable of the same batches of 4, and the stages that tell their times."""
-    mesh = data_mesh(2)
-    ds = numbered(num_records, 4)
-    stream = ds.to_iter_dataset(grain.ReadOptions(1, 1)).map(lambda batch: batch)
-    return {
-        "random access": (ds.shard_to(mesh), ["read", "batch", "pad", "place"]),
-        "stream": (stream.shard_to(mesh), ["read", "pad", "place"]),
-        "prefetched": (prefetch_to_device(ds), ["read", "place"]),
-        "Grain alone": (stream, []),
-    }
+def stream(ds):
+    return ds.to_iter_dataset(grain.ReadOptions(1, 1)).map(lambda batch: batch)
 
 
-KINDS = ["random access", "stream", "prefetched", "Grain alone"]
+# Every kind of iterable of the same batches, and the stages that tell their times.
+KINDS = {
+    "random access": (lambda ds: ds.shard_to(data_mesh(2)), ["read", "batch", "pad", "place"]),
+    "stream": (lambda ds: stream(ds).shard_to(data_mesh(2)), ["read", "pad", "place"]),
+    "prefetched": (prefetch_to_device, ["read", "place"]),
+    "Grain alone": (stream, []),
+}
 
 
 def assert_finite(throughput):
@@ -90,33 +85,24 @@ def assert_finite(throughput):
     assert "nan" not in str(throughput)
 
 
-class Clock:
-    """Stands still until a test moves it on."""
-
-    now = 0.0
-
-    def takes(self, seconds):
-        """A step that takes so long."""
-
-        def step(batch):
-            self.now += seconds
-            return batch
-
-        return step
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    return clock
+    """Stands still until a test calls it with the seconds that pass."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def passes(seconds, result=None):
+        now[0] += seconds
+        return result
+
+    return passes
 
 
 class TestMeasureThroughput:
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("kind", "stages"), KINDS.values(), ids=KINDS)
     @pytest.mark.parametrize("step", [None, lambda batch: batch["image"].sum()])
-    def test_every_kind_of_dataset_with_and_without_a_step(self, kind, step):
-        ds, stages = sources(80)[kind]
+    def test_every_kind_of_dataset_with_and_without_a_step(self, kind, stages, step):
+        ds = kind(numbered(80, 4))
         throughput = measure_throughput(ds, num_batches=10, warmup=2, step=step)
         assert_finite(throughput)
         counts = (throughput.num_batches, throughput.num_batches_asked, throughput.warmup)
@@ -134,7 +120,7 @@ class TestMeasureThroughput:
         ("num_records", "measured", "warmup"), [(4, 1, 0), (12, 1, 2), (20, 1, 4), (32, 3, 5)]
     )
     def test_defect_in_the_guide_few_batches_give_nan(self, kind, num_records, measured, warmup):
-        throughput = measure_throughput(sources(num_records)[kind][0])
+        throughput = measure_throughput(KINDS[kind][0](numbered(num_records, 4)))
         assert_finite(throughput)
         assert (throughput.num_batches, throughput.warmup) == (measured, warmup)
         assert f"{measured} of 50, then the dataset ended (after {warmup}" in str(throughput)
@@ -145,35 +131,27 @@ class TestMeasureThroughput:
             measure_throughput(ds)
 
     def test_sizes_are_checked(self):
-        with pytest.raises(ShardingError, match="num_batches=0"):
+        with refused("num_batches=0"):
             measure_throughput([], num_batches=0)
-        with pytest.raises(ShardingError, match="warmup=-1"):
+        with refused("warmup=-1"):
             measure_throughput([], warmup=-1)
 
     def test_padding_rows_are_no_examples_but_are_bytes(self, clock):
         ds = numbered(9, 4).shard_to(data_mesh(2))  # 4 + 4 + 1 rows of 4 + 24 + 1 bytes
-        throughput = measure_throughput(ds, warmup=0, step=clock.takes(2))
+        throughput = measure_throughput(ds, warmup=0, step=lambda batch: clock(2, batch))
         assert throughput.examples_per_second == 9 / (3 * 2)
         assert throughput.bytes_per_second == 3 * 4 * 29 / (3 * 2)
 
     def test_the_loop_is_waiting_or_in_the_step(self, clock):
-        def batches():
-            while True:
-                clock.now += 3
-                yield np.ones((8, 2), np.int8)
-
-        throughput = measure_throughput(batches(), 4, 2, step=clock.takes(1))
+        batches = (clock(3, np.ones((8, 2), np.int8)) for _ in range(100))
+        throughput = measure_throughput(batches, 4, 2, step=lambda batch: clock(1, batch))
         assert (throughput.wait_s, throughput.step_s, throughput.wait_share) == (3, 1, 0.75)
         assert throughput.examples_per_second == 8 / 4
         assert throughput.bytes_per_second == 16 / 4
 
     def test_reading_is_told_from_stacking_padding_and_placing(self, clock):
-        def decode(i):
-            clock.now += 1
-            return {"id": np.int32(i)}
-
         # No batch follows the measured ones, so at the end none is read that is not yet padded.
-        ds = grain.MapDataset.range(4 * 12).map(decode).batch(4)
+        ds = grain.MapDataset.range(4 * 12).map(lambda i: clock(1, {"id": np.int32(i)})).batch(4)
         throughput = measure_throughput(ds.shard_to(data_mesh(2), num_threads=1), 10, 2)
         assert list(throughput.stages_s) == ["read", "batch", "pad", "place"]
         assert throughput.stages_s["read"] == 4  # its thread is the one that moves the clock

@@ -1,7 +1,6 @@
 """Each stage alone, the options of `.shard_to`, and the layout that all of them share."""
 
 import dataclasses
-import pickle
 
 import grain
 import hypothesis
@@ -11,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
@@ -67,12 +66,7 @@ class TestPadToDivisible:
             # Fewer records than one batch: as large as a full one all the same.
             (1, 3, PadToDivisible(2, mask_key=None), [([0, 0, 0, 0], 1)]),
             # To a size of one's own.
-            (
-                3,
-                2,
-                PadToDivisible(2, mask_key=None, global_batch_size=5),
-                [([0, 1, 0, 0, 0, 0], 2), ([2, 0, 0, 0, 0, 0], 1)],
-            ),
+            (3, 2, PadToDivisible(2, "pad", None, 3), [([0, 1, 0, 0], 2), ([2, 0, 0, 0], 1)]),
         ],
     )
     def test_table(self, build, n, batch, pad, expected):
@@ -87,10 +81,9 @@ class TestPadToDivisible:
         with iter(as_iter(16, 8).shard_to(mesh)) as saved:
             next(saved)
             state = saved.get_state()
+        said = "with batches of 8 rows, and this stream has batches of 4 rows"
         with iter(as_iter(16, 4).shard_to(mesh)) as iterator:
-            with pytest.raises(
-                StateError, match="with batches of 8 rows, and this stream has batches of 4 rows"
-            ):
+            with pytest.raises(StateError, match=said):
                 iterator.set_state(state)
             assert lists([next(iterator)])[0]["x"] == [0, 1, 2, 3], "where it stood"
 
@@ -155,9 +148,7 @@ class TestValidateBatchSize:
 
     @BOTH
     @pytest.mark.parametrize(("batch", "divisor", "padding"), [(3, 2, 1), (12, 8, 4), (1, 4, 3)])
-    def test_refuses_or_names_what_the_shards_do_not_divide_when_it_is_built(
-        self, build, batch, divisor, padding, caplog
-    ):
+    def test_refuses_or_names_what_does_not_divide(self, build, batch, divisor, padding, caplog):
         with pytest.raises(ShardingError, match=f"{batch} rows does not split into {divisor}"):
             build(24, batch).pipe(ValidateBatchSize(divisor, must_divide=True))
         build(24, batch).pipe(ValidateBatchSize(divisor))
@@ -179,15 +170,12 @@ class TestValidateBatchSize:
             build(batch, batch).pipe(validate)
 
 
-class TestDevicePut:
-    def put(self, num_devices=2, **options):
-        return DevicePut(ShardingTree.of(data_mesh(num_devices)), **options)
-
-    def test_len_is_the_number_of_batches_where_it_is_known(self):
-        assert len(as_map(9, 4).pipe(self.put())) == 3
-        with pytest.raises(TypeError, match="streams and feeds have no len"):
-            len(as_iter(9, 4).pipe(self.put()))
-        assert bool(as_iter(9, 4).pipe(self.put()))
+def test_len_is_the_number_of_batches_where_it_is_known():
+    put = DevicePut(ShardingTree.of(data_mesh(2)))
+    assert len(as_map(9, 4).pipe(put)) == 3
+    with pytest.raises(TypeError, match="streams and feeds have no len"):
+        len(as_iter(9, 4).pipe(put))
+    assert bool(as_iter(9, 4).pipe(put))
 
 
 STAGES = [
@@ -198,9 +186,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "change"), STAGES, ids=[type(stage).__name__ for stage, _ in STAGES]
-)
+@pytest.mark.parametrize(("stage", "change"), STAGES, ids=[type(s).__name__ for s, _ in STAGES])
 class TestValues:
     """A stage is a value, like `grain.transforms.Batch`."""
 
@@ -222,13 +208,6 @@ class TestValues:
         same_kind = grain.MapDataset if build is as_map else grain.IterDataset
         assert isinstance(node, grain.IterDataset if name == "DevicePut" else same_kind)
         assert len(list(node.map(lambda b: b))) == 2  # and goes on like any of Grain's
-
-
-def test_the_layout_pickles_and_knows_no_device():
-    layout = ShardingTree.of(data_mesh(8)).layout()
-
-    assert pickle.loads(pickle.dumps(layout)) == layout
-    assert b"jax" not in pickle.dumps(layout)
 
 
 CHECKPOINTED = {
@@ -266,34 +245,18 @@ class TestSpecs:
         ds = grain.MapDataset.range(n).map(record).batch(batch)
         return next(iter(ds.shard_to(mesh, *args, **options)))
 
-    def test_a_tree_prefix_of_specs(self):
+    def test_a_tree_prefix_of_specs_and_a_mask_that_lies_like_the_finest_rows(self):
         mesh = jax.make_mesh((4, 2), ("data", "model"))
-        batch = self.place(
-            lambda i: {
-                "image": {"rgb": np.zeros((6, 2)), "depth": np.zeros(6)},
-                "tokens": np.zeros(10, np.int32),
-                "label": np.int32(i),
-            },
-            mesh,
-            {"image": P("data"), "tokens": P("data", "model"), "label": P(("data", "model"))},
-        )
-        shards = jax.tree.map(lambda a: a.sharding.shard_shape(a.shape), batch)
-        assert shards == {
-            "image": {"rgb": (2, 6, 2), "depth": (2, 6)},
-            "tokens": (2, 5),
-            "label": (1,),
-            "valid_mask": (1,),  # like the finest rows
-        }
-        specs = jax.tree.map(lambda a: a.sharding.spec, batch)
-        assert specs["label"] == P(("data", "model"))
-        assert specs["tokens"] == P("data", "model")
+        specs = {"image": P("data"), "tokens": P("data", "model"), "id": P(("data", "model"))}
+        record = {"image": [np.zeros(6), np.zeros((6, 2))], "tokens": np.zeros(10), "id": 0}
+        batch = self.place(lambda i: record, mesh, specs)
+        expected = {**specs, "image": [P("data")] * 2, "valid_mask": specs["id"]}
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, batch) == expected
 
     def test_a_leaf_of_lower_rank_takes_what_fits(self):
-        batch = self.place(
-            lambda i: {"tokens": np.zeros(10), "label": np.int32(i)},
-            jax.make_mesh((4, 2), ("data", "seq")),
-            P("data", "seq"),
-        )
+        mesh = jax.make_mesh((4, 2), ("data", "seq"))
+        record = {"tokens": np.zeros(10), "label": np.int32(0)}
+        batch = self.place(lambda i: record, mesh, P("data", "seq"))
         assert batch["tokens"].sharding.shard_shape((8, 10)) == (2, 5)
         assert batch["label"].sharding.spec == P("data")
         assert batch["valid_mask"].sharding.spec == P("data")
@@ -312,7 +275,6 @@ class TestSpecs:
             P(),
         ],
     )
-    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
     def test_a_batch_lies_as_device_put_would_lay_it(self, spec, axis_type):
         """So JAX's tutorial on distributed arrays, and all that computes with them, holds of it."""
         mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
@@ -328,12 +290,9 @@ class TestSpecs:
             np.testing.assert_array_equal(mine.data, other.data)
 
     def test_the_default_is_the_axis_data_or_the_only_one(self):
-        for mesh, name in [
-            (jax.make_mesh((2, 4), ("model", "data")), "data"),
-            (jax.make_mesh((8,), ("rows",)), "rows"),
-        ]:
-            batch = self.place(lambda i: {"id": np.int32(i)}, mesh)
-            assert batch["id"].sharding.spec == P(name)
+        for shape, axes, rows in [((2, 4), ("model", "data"), "data"), ((8,), ("rows",), "rows")]:
+            batch = self.place(lambda i: {"id": np.int32(i)}, jax.make_mesh(shape, axes))
+            assert batch["id"].sharding.spec == P(rows)
 
     @pytest.mark.parametrize("spec", [P(), P(None), {"id": P(), "x": P(None, "data")}])
     def test_rows_that_are_not_sharded(self, mesh, spec):
@@ -346,8 +305,7 @@ class TestSpecs:
         def collate(items):
             return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
 
-        ds = grain.MapDataset.range(6).batch(6, batch_fn=collate).shard_to(mesh)
-        (batch,) = ds
+        (batch,) = grain.MapDataset.range(6).batch(6, batch_fn=collate).shard_to(mesh)
         assert (batch["step"].shape, int(batch["step"]), float(batch["rate"])) == ((), 5, 0.5)
         assert batch["step"].sharding.is_fully_replicated
         assert len(batch["step"].addressable_shards) == 8
@@ -438,9 +396,7 @@ class TestPlaces:
         device = jax.devices()[3]
         for place in (device, SingleDeviceSharding(device)):
             batch = self.first(place)
-            assert {leaf.sharding for leaf in jax.tree.leaves(batch)} == {
-                SingleDeviceSharding(device)
-            }
+            assert {x.sharding for x in jax.tree.leaves(batch)} == {SingleDeviceSharding(device)}
 
     def test_a_tree_of_shardings(self, mesh):
         rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -603,8 +559,3 @@ class TestLayout:
         ]:
             shardings = [NamedSharding(mesh, spec) for spec in specs]
             assert ShardingTree(shardings).layout().divisor == divisor
-
-    def test_a_long_list_of_shards_is_shortened(self):
-        assert repr(BatchLayout(99, tuple(range(9)))).startswith(
-            "BatchLayout(divisor=99, shards=<9>"
-        )

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import multiprocessing.synchronize
 import os
-import textwrap
 import threading
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grain_shard import ShardingError
 from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
-from tests.pipelines import Odd
-from tests.test_lifecycle import run
+from tests.pipelines import Odd, flat
+from tests.test_lifecycle import run, script
 
 slow = pytest.mark.slow
 MEMORY_MAP = Path("/proc/self/maps")
@@ -97,24 +96,21 @@ def mapping_of(address):
 
 
 @slow
-class TestMemory:
-    @pytest.mark.parametrize("num_devices", [1, 2])
-    def test_batches_stay_intact_when_all_are_kept(self, num_devices):
-        # Pages of shared memory are aligned, so JAX's CPU backend would take them as they are,
-        # and the worker that gets them back would write into the user's batch (jax#38086).
-        ds = (
-            grain.MapDataset.range(24)
-            .map(lambda i: {"x": np.full((64, 1024), i, np.float32), "text": f"{i:05d}" * 1000})
-            .batch(2)
-            .shard_to(data_mesh(num_devices), num_workers=1, cpu_buffer_size=1)
-        )
-        batches = list(ds)
-        for k, batch in enumerate(batches):
-            assert np.unique(np.asarray(batch["x"])).tolist() == [2 * k, 2 * k + 1]
-            assert np.asarray(batch["x"])[:, 0, 0].tolist() == [2 * k, 2 * k + 1]
-            assert batch["text"].tolist() == [f"{i:05d}" * 1000 for i in (2 * k, 2 * k + 1)]
-            for shard in batch["x"].addressable_shards:
-                assert "/dev/shm" not in mapping_of(shard.data.unsafe_buffer_pointer())
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_batches_stay_intact_when_all_are_kept(num_devices):
+    # Pages of shared memory are aligned, so JAX's CPU backend would take them as they are,
+    # and the worker that gets them back would write into the user's batch (jax#38086).
+    def record(i):
+        return {"x": np.full((64, 1024), i, np.float32), "text": f"{i:05d}" * 1000}
+
+    ds = grain.MapDataset.range(24).map(record).batch(2)
+    options = {"num_workers": 1, "cpu_buffer_size": 1}
+    batches = list(ds.shard_to(data_mesh(num_devices), **options))
+    for batch, expected in zip(batches, ds, strict=True):
+        np.testing.assert_array_equal(batch["x"], expected["x"])
+        assert batch["text"].tolist() == expected["text"].tolist()
+        for shard in batch["x"].addressable_shards:
+            assert "/dev/shm" not in mapping_of(shard.data.unsafe_buffer_pointer())
 
 
 class Locked(Exception):
@@ -152,13 +148,14 @@ class TestErrors:
             return {"id": np.int32(i)}
 
         ds = grain.MapDataset.range(40).map(decode).batch(8)
-        iterator = iter(ds.shard_to(data_mesh(2), num_workers=2))
-        if "terminated" not in match:  # a worker that dies may take its last batch with it
-            assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
-        for _ in range(2):
-            with pytest.raises(error, match=match):
-                list(iterator)
-        iterator.close()
+        with iter(ds.shard_to(data_mesh(2), num_workers=2)) as iterator:
+            if "terminated" not in match:  # a worker that dies may take its last batch with it
+                assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
+            for _ in range(2):
+                with pytest.raises(error, match=match) as caught:
+                    list(iterator)
+                if error is ZeroDivisionError:
+                    assert "decode" in [entry.name for entry in caught.traceback]
         assert_no_child_is_left()
 
     def test_one_of_ours_arrives_whole(self):
@@ -225,41 +222,17 @@ class TestLife:
 
 
 @slow
-class TestScripts:
-    def test_without_the_guard_of_the_main_module_it_fails_and_says_why(self, tmp_path):
-        # Each worker imports the script, which would start workers.
-        code = textwrap.dedent("""
-            import grain, jax
-            import grain_shard
-
-            ds = grain.MapDataset.range(12).map(lambda i: {"id": i}).batch(4)
-            for batch in ds.shard_to(jax.devices()[0], num_workers=2):
-                print(batch["id"].tolist())
-        """)
-        code, out, err = run(code, tmp_path / "program.py")
-        assert (code, out) == (1, "")
-        assert err.count("ShardingError: a worker process imported the main script") == 2
-        assert (
-            'no reason is above, put the loop of the main script under `if __name__ == "__main'
-            in err
-        )
-
-    def test_an_error_in_a_worker_leaks_no_shared_memory(self, tmp_path):
-        code = textwrap.dedent("""
-            import grain, jax, numpy as np
-            import grain_shard
-
-            def fail(i):
-                return {"id": np.full(1000, 1 // (i - 30))}
-
-            if __name__ == "__main__":
-                ds = grain.MapDataset.range(80).map(fail).batch(8)
-                for batch in ds.shard_to(jax.devices()[0], num_workers=2):
-                    pass
-        """)
-        _, _, err = run(code, tmp_path / "program.py")
-        assert "ZeroDivisionError" in err
-        assert "leaked shared_memory" not in err
+def test_without_the_guard_of_the_main_module_it_fails_and_says_why(tmp_path):
+    # Each worker imports the script, which would start workers.
+    code = script("""
+        for batch in pipeline(num_workers=2):
+            print(batch["id"].tolist())
+    """)
+    code, out, err = run(code, tmp_path / "program.py")
+    assert (code, out) == (1, "")
+    assert err.count("ShardingError: a worker process imported the main script") == 2
+    remedy = 'no reason is above, put the loop of the main script under `if __name__ == "__main'
+    assert remedy in err
 
 
 class TestC10:
@@ -276,9 +249,8 @@ class TestC10:
         for collate in (None, _stack):
             ds = grain.MapDataset.range(15).map(look).batch(4, batch_fn=collate)
             batches = [to_numpy(b) for b in ds.shard_to(data_mesh(2), num_workers=1)]
-            rows = [int(i) for b in batches for i in b["id"][b["valid_mask"]]]
-            assert rows == list(range(15))
-            assert xla_bridge.backends_are_initialized(), "here there is one"
+            assert flat(ids(batches)) == list(range(15))
+            assert initialized(), "here there is one"
             for batch in batches:
                 valid = batch["valid_mask"]
                 assert os.getpid() not in batch["pid"][valid]
@@ -287,12 +259,7 @@ class TestC10:
     @pytest.mark.parametrize("batch_fn", [None, lambda items: _stack(items)])
     def test_what_runs_in_a_worker_pickles_and_holds_nothing_of_a_device(self, batch_fn):
         mesh = jax.make_mesh((4, 2), ("data", "model"))
-        put = (
-            grain.MapDataset.range(10)
-            .map(lambda i: {"id": np.int32(i)})
-            .batch(4, batch_fn=batch_fn)
-            .shard_to(mesh)
-        )
+        put = numbered(10, 4, batch_fn=batch_fn).shard_to(mesh)
         (in_worker,) = put.parents
         pickled = cloudpickle.dumps(in_worker)
         for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
@@ -330,31 +297,19 @@ def _stack(items):
     return {key: np.stack([item[key] for item in items]) for key in items[0]}
 
 
-class Noted:
-    """Makes a file for each record that it has made, so that another process can count them."""
-
-    def __init__(self, directory):
-        self.directory = directory
-
-    def __call__(self, i):
-        (self.directory / str(i)).touch()
-        return {"id": np.int32(i)}
-
-
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("num_workers", "cpu_buffer_size"), [(1, 1), (2, 4), (1, 8)])
 def test_no_more_batches_are_made_ahead_than_the_documentation_says(
     num_workers, cpu_buffer_size, tmp_path
 ):
-    ds = grain.MapDataset.range(400).map(Noted(tmp_path)).batch(4)
-    ds = ds.shard_to(
-        data_mesh(2),
-        num_workers=num_workers,
-        cpu_buffer_size=cpu_buffer_size,
-        device_buffer_size=1,
-    )
+    def note(i):
+        (tmp_path / str(i)).touch()  # so that another process can count the records
+        return {"id": np.int32(i)}
+
+    ds = grain.MapDataset.range(400).map(note).batch(4)
+    buffers = {"cpu_buffer_size": cpu_buffer_size, "device_buffer_size": 1}
     on_host = max(cpu_buffer_size, 4 * num_workers) + 1  # + 1: in flight between host and devices
-    with iter(ds) as batches:
+    with iter(ds.shard_to(data_mesh(2), num_workers=num_workers, **buffers)) as batches:
         for k in range(1, 9):
             next(batches)
             eventually(lambda: len(list(tmp_path.iterdir())) >= 4 * (k + on_host))

@@ -176,8 +176,6 @@ class ShardedDataset(grain.IterDataset):
         mesh = describe_mesh(self.shardings.mesh_axes)
         return f"<ShardedDataset of {self.host.kind}, mesh ({mesh}){count}>"
 
-    __str__ = __repr__
-
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: batches on the devices cannot be batched again."""
         self._refuse_regrouping(".batch", "call .batch(B) with a larger B")
