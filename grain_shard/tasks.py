@@ -166,8 +166,8 @@ class Tasks(ABC, Generic[T]):
         return 1
 
     @abstractmethod
-    def draw(self, room: int) -> Task[T]:
-        """Returns the next task.
+    def draw(self, room: int) -> Task[T] | None:
+        """Returns the next task; None if no task can be drawn before another one is done.
 
         Args:
             room: Most new results that the task may begin.

@@ -81,14 +81,16 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(sequence.batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Read | Contents:
+    def draw(self, room: int) -> Read | Contents | None:
         begun = self._sequence.begun
         if (contents := self._contents) and begun:
             self._contents = None
             return contents
         with self._lock:
-            parts = self._draw_left()
+            parts, more_may_be_left = self._draw_left(), self._under_way > 0
         parts = parts or self._sequence.take(self._records_at_a_time(), room)
+        if not parts and more_may_be_left:
+            return None  # a read has failed since the stage looked at `room_wanted`
         if not parts:
             raise self._sequence.end or StopIteration
         with self._lock:
