@@ -27,7 +27,7 @@ ARRAYS = {
     "reversed": np.arange(5)[::-1],
     "scalar": np.array(3, np.float32),
     "small": np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
-    "large": np.arange(2**18, dtype=np.float64).reshape(2, -1),
+    "large": np.arange(2**14, dtype=np.float64).reshape(2, -1),
     "without rows": np.zeros((0, 3)),
     "structured": np.ones(3, [("a", np.int32), ("b", np.float64)]),
     "bool": np.array([True, False]),
