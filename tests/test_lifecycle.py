@@ -1,5 +1,6 @@
 """The life of the whole chain: C8 (a clean life) and C9 (bounded memory)."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -406,6 +407,24 @@ def start(code, path, **options):
         cwd=path.parent,
         **options,
     )
+
+
+def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypatch):
+    """After a moment (`_LINGER_S`) it would go on anyway. Here the moment is long."""
+    monkeypatch.setattr(background, "_LINGER_S", HANG_S)
+    source = tasks.Items(iter(range(9)))
+    stage = background.Background(str, source, buffer_size=4, name="grain-shard")
+    rooms, draw, looked, has_room = [], stage._tasks.draw, [], stage._has_room
+    monkeypatch.setattr(stage._tasks, "draw", lambda room: rooms.append(room) or draw(room))
+    monkeypatch.setattr(stage, "_has_room", lambda n=0: looked.append(n) or has_room(n))
+    with contextlib.closing(stage):
+        stage.start()
+        eventually(lambda: rooms == [4, 3, 2, 1])
+        next(stage)
+        eventually(lambda: 2 in looked)
+        assert len(rooms) == 4
+        next(stage)
+        eventually(lambda: rooms == [4, 3, 2, 1, 2, 1])
 
 
 def run(code, path):
