@@ -171,6 +171,11 @@ class FlatBatch:
         return cls(leaves, structure, sizes.pop())
 
     @property
+    def tree(self) -> Batch:
+        """The batch as a tree of its leaves."""
+        return self.structure.unflatten(self.arrays)
+
+    @property
     def paths(self) -> list[str]:
         """Paths of the leaves, such as ``batch['image']``. Slow, so only messages use them."""
         return flatten(self.structure.unflatten(range(self.structure.num_leaves)))[0]

@@ -87,7 +87,7 @@ def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step,
 @pytest.mark.parametrize(
     ("stage", "function"),
     [
-        ("batch", "grain_shard.reading.stack.Stack.write"),
+        ("batch", "grain_shard.reading.stack.RowStacker.write"),
         ("pad", "grain_shard.reading.batch_builder.pad_batch"),
         ("place", "grain_shard.sharding.assemble.Assembler.__call__"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_reader import FeedTurn
 from grain_shard.reading.padding import Padding, pad_batch
-from grain_shard.reading.stack import RowStacker, Stack
+from grain_shard.reading.stack import RowStacker
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
 
@@ -155,9 +155,10 @@ class FeedRows:
             feeds += [feed] * (len(rows) - len(feeds))
         if missing and self.padding is not None:
             self.padding.made()
-        stack = Stack(stacker, len(rows))
-        stack.write(rows, 0, feeds)
+        arrays = stacker.empty(len(rows))
+        stacker.write(arrays, rows, 0, feeds)
+        batch = stacker.batch(arrays)
         if self.padding is None:
-            return stack.batch()
+            return batch.tree
         size = len((self.layout or _ALL_ROWS).rows(self._padded_size))
-        return pad_batch(stack.batch(), size, self.padding, missing)
+        return pad_batch(batch, size, self.padding, missing)

@@ -79,19 +79,15 @@ class ArrayRows(Sequence[Any]):
             leaf: The number of the leaf.
             out: The array to write to, ``[n, ...]``.
         """
-        if len(self.columns) == 1:
-            _gather(self.columns[0].arrays[leaf], self._indices, out)
-            return
-        for number, columns in enumerate(self.columns):
-            here = np.flatnonzero(self._sources == number)
-            out[here] = columns.arrays[leaf][self._indices[here]]
-
-
-def _gather(array: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
-    if array.flags.c_contiguous:
-        # By default, np.take would first gather into a temporary buffer. mode="clip" avoids that.
-        np.take(array, indices, axis=0, out=out, mode="clip")
-    else:
-        # np.take would first copy all of an array that is not contiguous, for example the
-        # overlapping windows of a token file.
-        out[...] = array[indices]
+        array = self.columns[0].arrays[leaf]
+        if len(self.columns) > 1:
+            for number, columns in enumerate(self.columns):
+                here = np.flatnonzero(self._sources == number)
+                out[here] = columns.arrays[leaf][self._indices[here]]
+        elif array.flags.c_contiguous:
+            # By default, np.take would first gather into a temporary buffer. "clip" avoids that.
+            np.take(array, self._indices, axis=0, out=out, mode="clip")
+        else:
+            # np.take would first copy all of an array that is not contiguous, for example the
+            # overlapping windows of a token file.
+            out[...] = array[self._indices]

@@ -128,11 +128,11 @@ class Route:
 
     def part(self, start: int, stop: int) -> Route:
         """Returns a `Route` for only the elements from position `start` up to `stop`."""
-        steps = tuple(
+        steps = [
             (apply, None if indices is None else indices[start:stop])
             for apply, indices in self.steps
-        )
-        return Route(self.ds, self.indices[start:stop], steps)
+        ]
+        return Route(self.ds, self.indices[start:stop], tuple(steps))
 
     @property
     def reads_many(self) -> bool:
@@ -375,7 +375,7 @@ def read_together(
         return [ways[0].read(until, recovery)]
     indices = np.concatenate([way.indices for way in ways])
     elements = Route(ways[0].ds, indices).read(until, recovery)
-    stops = itertools.accumulate((len(way.indices) for way in ways), initial=0)
+    stops = itertools.accumulate([len(way.indices) for way in ways], initial=0)
     return [elements[start:stop] for start, stop in itertools.pairwise(stops)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.padding import Padding, pad_batch
-from grain_shard.reading.stack import RowTemplate, Stack
+from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
@@ -62,7 +63,7 @@ class BatchBuilder:
         self.size: int = len(self.records)
         self._missing = self.size
         self._bad_rows: list[int] = []
-        self._stack: Stack | None = None
+        self._arrays: list[np.ndarray] | None = None
         self._lock = threading.Lock()
 
     def write(self, elements: Elements, start: int, until: float) -> int:
@@ -90,8 +91,11 @@ class BatchBuilder:
                 with span(READ, part=MAP if self.route.runs_no_function else None):
                     rows = self.route.finish(rows, until, self.faults, begin)
             with span(BATCH):
-                self._leave_out_bad(rows, begin)
+                if isinstance(rows, list) and Unreadable in map(type, rows):
+                    self._leave_out_bad(rows, begin)
                 self._put(rows, begin)
+            if self.faults.masks:
+                self.faults.count(FaultCounts(records=len(rows)))
             if isinstance(elements, list):
                 elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
@@ -106,21 +110,21 @@ class BatchBuilder:
 
         Several threads may call this at the same time, for different rows.
         """
+        stacker = self.template.stacker(self.faults, lambda: (elements[0], self.records[start]))
         with self._lock:
-            if self._stack is None:
-                stacker = self.template.stacker(
-                    self.faults, lambda: (elements[0], self.records[start])
-                )
-                self._stack = Stack(stacker, self.size)
-        self._stack.write(elements, start, self.records[start : start + len(elements)])
+            if self._arrays is None:
+                self._arrays = stacker.empty(self.size)
+        origins = self.records[start : start + len(elements)]
+        stacker.write(self._arrays, elements, start, origins)
 
-    def _stacked(self) -> Batch:
+    def _stacked(self) -> FlatBatch:
         """Returns the batch without padding. Every element must have been written before.
 
         Afterwards this object no longer refers to the arrays of the batch.
         """
-        stack, self._stack = self._stack, None
-        return (stack or Stack(self.template.stacker(self.faults), 0)).batch()
+        stacker, arrays = self.template.stacker(self.faults), self._arrays
+        self._arrays = None
+        return stacker.batch(stacker.empty(0) if arrays is None else arrays)
 
     def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Progress]]]:
         """Counts records as written, and finishes the batch after the last one.
@@ -150,45 +154,38 @@ class BatchBuilder:
         """
         batch = self._stacked()
         if self.padding is None:
-            return batch
+            return batch.tree
         with span(PAD):
-            if self.padding.remainder != "pad":
-                flat = FlatBatch.of(batch)
-                if flat.rows < self.num_rows:
-                    flat.refuse(
-                        "a batch in the middle of an epoch is short, because a transformation"
-                        " between .batch and .shard_to changes the order of batches.",
-                        remedy="shuffle, mix or concatenate before .batch, or use"
-                        " .batch(B, drop_remainder=True).",
-                    )
+            if batch.rows < self.num_rows and self.padding.remainder != "pad":
+                batch.refuse(
+                    "a batch in the middle of an epoch is short, because a transformation between"
+                    " .batch and .shard_to changes the order of batches.",
+                    remedy="shuffle, mix or concatenate before .batch, or use"
+                    " .batch(B, drop_remainder=True).",
+                )
             return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
         """Returns ``[(number, error)]``, so that the loop gets the error in place of the batch."""
         return [(self.number, error)]
 
-    def _leave_out_bad(self, rows: Elements, start: int) -> None:
+    def _leave_out_bad(self, rows: list[Any], start: int) -> None:
         """Replaces each `Unreadable` row by a row of zeros, and counts its record as bad.
 
         Padding overwrites the row of zeros when the batch is finished. If the rules do not let a
         record be left out, the record's error is raised.
         """
-        listed = rows if isinstance(rows, list) else []  # an ArrayRows has no Unreadable row
-        bad = [i for i, row in enumerate(listed) if type(row) is Unreadable]
+        bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
         for i in bad:
-            if not self.faults.may_leave_out(listed[i].error):
-                raise self._named(listed[i], start + i)
-        if self.faults.masks:
-            self.faults.count(FaultCounts(records=len(rows)))
-        if not bad:
-            return
+            if not self.faults.may_leave_out(rows[i].error):
+                raise self._named(rows[i], start + i)
         # No row here can tell the structure. Several rows are made at a time only once it is known.
         empty = self.template.stacker(self.faults).empty_row
         for i in bad:
             record = int(self.records[start + i])
-            self.faults.leave_out(listed[i], self.template.records, record)
+            self.faults.leave_out(rows[i], self.template.records, record)
             self._bad_rows.append(start + i)
-            listed[i] = empty
+            rows[i] = empty
 
     def _named(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of an unreadable record, with a note that names the record.

@@ -144,7 +144,7 @@ class Padding:
 
     def are_all_of(self, batch: FlatBatch) -> bool:
         """Returns True if every row of a batch has only pad values."""
-        values = self.values(batch.structure.unflatten(batch.arrays))
+        values = self.values(batch.tree)
         return all(
             # A NaN is not equal to itself, so `x != x` finds NaNs. If the pad value is NaN, a NaN
             # in the batch counts as equal to it.
@@ -197,11 +197,11 @@ def _fits(value: Any, dtype: np.dtype) -> bool:
     )
 
 
-def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int] = ()) -> Batch:
+def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[int] = ()) -> Batch:
     """Returns a batch padded to `size` rows, with a mask if the rules have a key for it.
 
     Args:
-        batch: A tree of arrays ``[m, ...]``, m <= size; scalars are unchanged.
+        batch: Arrays ``[m, ...]``, m <= size; scalars are unchanged.
         size: Number of rows to pad to.
         padding: The rules: values of padding, and the key of the mask. The mask is ``bool[size]``,
             False in rows of padding.
@@ -212,35 +212,35 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
             mask's key already; a leaf cannot hold its pad value; or `pad_value` names a leaf that
             the batch does not have.
     """
-    flat, mask_key = FlatBatch.of(batch), padding.mask_key
-    arrays, bad = flat.arrays, [*bad_rows, *range(flat.rows, size)]
+    arrays, mask_key = batch.arrays, padding.mask_key
+    bad = [*bad_rows, *range(batch.rows, size)]
     # The default 0 fits every leaf. Any other pad value is checked even if no row is missing, so
     # that a wrong value raises an error at the first batch.
     is_zero = type(padding.pad_value) is int and padding.pad_value == 0
     if bad or not is_zero:
-        values = padding.values(flat.structure.unflatten(arrays))
-        if flat.rows < size:
+        values = padding.values(batch.tree)
+        if batch.rows < size:
             arrays = [_with_rows(array, size) if array.ndim else array for array in arrays]
         if bad:
             padding.made()
             for array, value in zip(arrays, values, strict=True):
                 if array.ndim:
                     array[bad] = value
-    padded = flat.structure.unflatten(arrays)
+    padded = batch.structure.unflatten(arrays)
     if mask_key is None:
         return padded
     if not isinstance(padded, Mapping):
-        if all(map(is_text, flat.arrays)):
-            flat.refuse(
+        if all(map(is_text, arrays)):
+            batch.refuse(
                 "each record is text or bytes, but only a dict of arrays can hold the mask.",
                 remedy="decode the records into dicts by .map(decode) before .batch.",
             )
-        flat.refuse(
+        batch.refuse(
             f"the batch is a {type(padded).__name__}, but only a dict can hold the mask.",
             remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",
         )
     if not all(isinstance(key, str) for key in padded):
-        flat.refuse(
+        batch.refuse(
             "the keys of the batch are not strings, so JAX cannot sort the mask's key among them.",
             remedy=f"give records string keys in .map, or pass {_NO_MASK}",
         )

@@ -99,22 +99,19 @@ class RecordBatching(Batching):
         return {**found, "global_batch_size": global_batch_size}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        cuts = [self.cut(index) for index in indices]
-        of_batches = [self._records_of(cut) for cut in cuts]
-        way, stop = route(self.template.records, np.concatenate(of_batches)), 0
+        per_epoch, cuts = self.by_record.records, [self.cut(index) for index in indices]
+        records: list[np.ndarray] = []  # for each batch: int64[n], without rows of padding
+        for cut in cuts:
+            rows, first = self.kept[cut.size], cut.epoch * per_epoch + cut.record
+            records.append(first + rows[rows < cut.num_records])
+        way, stop = route(self.template.records, np.concatenate(records)), 0
         builders: list[BatchBuilder] = []
-        for index, cut, records in zip(indices, cuts, of_batches, strict=True):
-            start, stop = stop, stop + len(records)
+        for index, cut, of_batch in zip(indices, cuts, records, strict=True):
+            start, stop = stop, stop + len(of_batch)
             part, num_rows = way.part(start, stop), len(self.kept[cut.size])
             builders.append(
                 BatchBuilder(
-                    index, cut.after, records, part, self.template, faults, num_rows, self.padding
+                    index, cut.after, of_batch, part, self.template, faults, num_rows, self.padding
                 )
             )
         return builders
-
-    def _records_of(self, cut: Cut) -> np.ndarray:
-        """Returns int64[n], the indices of the records of the rows to keep, without padding."""
-        rows = self.kept[cut.size]
-        start = cut.epoch * self.by_record.records + cut.record
-        return start + rows[rows < cut.num_records]

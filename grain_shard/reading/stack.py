@@ -17,7 +17,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
-from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
+from grain_shard.trees import FlatBatch, as_arrays, flatten, is_text, path_of
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
@@ -44,7 +44,6 @@ class RowStacker:
 
     Attributes:
         likes: A copy of each leaf of `row`, as an array.
-        is_text: For each leaf, True if it is text.
         rows_at_a_time: Number of rows to make before they are written to a batch.
 
     Raises:
@@ -58,10 +57,15 @@ class RowStacker:
         self.name: str = name
         self._first = name.format(origin)
         _refuse_lists(row)
+        if not leaves:
+            raise ShardingError(
+                f"{self._first} holds no array and no number, so its batch would be empty.",
+                remedy="return a dict of arrays and numbers for each record from .map.",
+            )
         # Copies, because a row may be a view, which would keep a much larger array in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
         self._kinds = [(like.shape, like.dtype) for like in self.likes]
-        self.is_text: list[bool] = [is_text(like) for like in self.likes]
+        self._is_text = [is_text(like) for like in self.likes]
         row_bytes = sum(like.nbytes for like in self.likes)
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
         self._of_many: dict[int, Any] = {}  # maps n to the structure of a tuple of n rows
@@ -71,7 +75,57 @@ class RowStacker:
         """A row of zeros with the structure, shapes and dtypes of all rows."""
         return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
-    def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
+    def empty(self, num_rows: int) -> list[np.ndarray]:
+        """Returns uninitialized arrays ``[num_rows, ...]``, one for each leaf of the rows."""
+        return [
+            empty((num_rows, *like.shape), np.dtype(object) if text else like.dtype)
+            for like, text in zip(self.likes, self._is_text, strict=True)
+        ]
+
+    def write(
+        self, arrays: Sequence[np.ndarray], rows: Sequence[Any], start: int, origins: Iterable[Any]
+    ) -> None:
+        """Writes some rows into arrays.
+
+        Several threads may call this at the same time, for different rows.
+
+        Args:
+            arrays: The arrays that `empty` has returned.
+            rows: Trees of arrays and scalars; each must have the same structure.
+            start: Position in the arrays of the first row to write.
+            origins: The origin of each row, for messages.
+
+        Raises:
+            ShardingError: A row has another structure, shape or dtype.
+        """
+        stop = start + len(rows)
+        if isinstance(rows, ArrayRows) and not any(self._is_text):
+            self._check_columns(rows.columns)
+            for i, array in enumerate(arrays):
+                rows.gather(i, array[start:stop])
+            return
+        leaves = self._leaves_of(rows, origins)
+        for i, array in enumerate(arrays):
+            column = leaves[i :: len(arrays)]
+            self._check(i, column, origins)
+            if array.ndim > 1 and not self._is_text[i]:
+                # np.stack would first make a view of each row, which takes longer.
+                part = array[start:stop]
+                joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
+                np.concatenate(column, out=joined)
+            else:
+                array[start:stop] = column
+
+    def batch(self, arrays: Sequence[np.ndarray]) -> FlatBatch:
+        """Returns the batch of arrays into which all rows were written."""
+        columns = zip(arrays, self._is_text, self.likes, strict=True)
+        return FlatBatch(
+            [_as_text(array, like.dtype) if text else array for array, text, like in columns],
+            self.structure,
+            len(arrays[0]),
+        )
+
+    def _leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
         """Returns the leaves of all rows in one list: all leaves of the first row come first.
 
         Args:
@@ -92,7 +146,7 @@ class RowStacker:
                     self._refuse_structure(row, origin)
         return leaves
 
-    def check(self, i: int, column: Sequence[Any], origins: Iterable[Any]) -> None:
+    def _check(self, i: int, column: Sequence[Any], origins: Iterable[Any]) -> None:
         """Checks the shape and dtype of one leaf in many rows.
 
         Args:
@@ -104,7 +158,7 @@ class RowStacker:
             ShardingError: The leaf has another shape or dtype in one of the rows.
         """
         # The dtype of text has a width, which may differ between rows.
-        like, text = self.likes[i], self.is_text[i]
+        like, text = self.likes[i], self._is_text[i]
         kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
         if not text and kinds == {self._kinds[i]}:
             return
@@ -121,7 +175,7 @@ class RowStacker:
                     " shape and dtype. In feeds, texts of different lengths can be packed.",
                 )
 
-    def check_columns(self, columns: Iterable[Columns]) -> None:
+    def _check_columns(self, columns: Iterable[Columns]) -> None:
         """Checks the arrays of sources from which rows are gathered into a batch.
 
         Args:
@@ -135,9 +189,9 @@ class RowStacker:
             if not same or structure != self.structure:
                 rows = ArrayRows.of(Columns(arrays, structure), np.arange(1))
                 origins = ["0 of another array source"]
-                leaves = self.leaves_of(rows, origins)
+                leaves = self._leaves_of(rows, origins)
                 for i, leaf in enumerate(leaves):
-                    self.check(i, [leaf], origins)
+                    self._check(i, [leaf], origins)
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         name, found = self.name.format(origin), flatten(row)[0]
@@ -235,64 +289,6 @@ class RowTemplate:
             f" the shapes of a row are unknown. The last error: {describe_error(error)}.\n"
             "  remedy: check the source and the functions of .map for the cause of that error."
         ) from error
-
-
-class Stack:
-    """The arrays of an unfinished batch, into which rows are written.
-
-    Args:
-        stacker: Checks the rows.
-        num_rows: Number of rows to be written.
-    """
-
-    def __init__(self, stacker: RowStacker, num_rows: int):
-        self._stacker = stacker
-        self._arrays = [
-            empty((num_rows, *like.shape), np.dtype(object) if text else like.dtype)
-            for like, text in zip(stacker.likes, stacker.is_text, strict=True)
-        ]
-
-    def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
-        """Writes some rows into the batch.
-
-        Several threads may call this at the same time, for different rows.
-
-        Args:
-            rows: Trees of arrays and scalars; each must have the same structure.
-            start: Row number in the batch of the first row to write.
-            origins: The origin of each row, for messages.
-
-        Raises:
-            ShardingError: A row has another structure, shape or dtype.
-        """
-        stop = start + len(rows)
-        if isinstance(rows, ArrayRows) and not any(self._stacker.is_text):
-            self._stacker.check_columns(rows.columns)
-            for i, array in enumerate(self._arrays):
-                rows.gather(i, array[start:stop])
-            return
-        leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
-        for i, array in enumerate(self._arrays):
-            column = leaves[i::width]
-            self._stacker.check(i, column, origins)
-            if array.ndim > 1 and not self._stacker.is_text[i]:
-                # np.stack would first make a view of each row, which takes longer.
-                part = array[start:stop]
-                joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
-                np.concatenate(column, out=joined)
-            else:
-                array[start:stop] = column
-
-    def batch(self) -> Batch:
-        """Returns the written rows as a tree of arrays ``[num_rows, ...]``.
-
-        Only this `Stack` still refers to the arrays.
-        """
-        stacker = self._stacker
-        columns = zip(self._arrays, stacker.is_text, stacker.likes, strict=True)
-        return stacker.structure.unflatten(
-            [_as_text(array, like.dtype) if text else array for array, text, like in columns]
-        )
 
 
 def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -19,7 +19,7 @@ from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.stack import RowTemplate
-from grain_shard.trees import Batch, FlatBatch
+from grain_shard.trees import FlatBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,8 @@ class _WholeBatch(BatchBuilder):
         padded = 0 if batching.padding is None else batching.host_batch_sizes[0]
         way, template = Route(ds, below), RowTemplate(ds)
         super().__init__(index, after, below, way, template, faults, padded, batching.padding)
-        self._batching, self._batch = batching, None
+        self._batching = batching
+        self._batch: FlatBatch | None = None
 
     def _put(self, elements: Elements, start: int) -> None:
         """Keeps the chosen rows of the batch, as copies.
@@ -139,15 +140,16 @@ class _WholeBatch(BatchBuilder):
                 )
         self._batch = take_rows(flat, rows)
 
-    def _stacked(self) -> Batch:
+    def _stacked(self) -> FlatBatch:
         batch, self._batch = self._batch, None
+        assert batch is not None
         return batch
 
     def _name(self, record: int, among: int) -> str:
         return f"batch {record} of the dataset"
 
 
-def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
+def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> FlatBatch:
     """Returns a batch of copies of the chosen rows, and of scalars, which belong to every row.
 
     The rows are copied for two reasons. The maker of the batch may reuse its arrays. And a view of
@@ -159,15 +161,14 @@ def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
             batch does not have are skipped.
     """
     existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
-    if len(existing) == batch.rows:  # these are all rows in order, because row numbers ascend
-        return batch.structure.unflatten([copied(array) for array in batch.arrays])
-    return batch.structure.unflatten(
-        [_rows_of(array, existing) if array.ndim else copied(array) for array in batch.arrays]
-    )
-
-
-def _rows_of(array: np.ndarray, existing: np.ndarray) -> np.ndarray:
-    taken = empty((len(existing), *array.shape[1:]), array.dtype)
-    # By default, numpy would first gather into a temporary buffer. "clip" avoids that. It changes
-    # no row number, because all row numbers are in bounds.
-    return np.take(array, existing, axis=0, out=taken, mode="clip")
+    taken: list[np.ndarray] = []
+    for array in batch.arrays:
+        # If all rows are taken, they are in order, because row numbers ascend.
+        if not array.ndim or len(existing) == batch.rows:
+            taken.append(copied(array))
+            continue
+        rows_of = empty((len(existing), *array.shape[1:]), array.dtype)
+        # By default, numpy would first gather into a temporary buffer. "clip" avoids that. It
+        # changes no row number, because all row numbers are in bounds.
+        taken.append(np.take(array, existing, axis=0, out=rows_of, mode="clip"))
+    return FlatBatch(taken, batch.structure, len(existing))

@@ -114,10 +114,9 @@ class Assembler:
         arrays = [np.asarray(value) for value in values]
         rows = next((array.shape[0] for array in arrays if array.ndim), 0)
         leaves = self._leaves_by_rows.get(rows, self._leaves)
-        pairs = list(zip(leaves, arrays, strict=False))
-        if structure != self._structure or not all(leaf.fits(array) for leaf, array in pairs):
+        if structure != self._structure or not all(map(_Leaf.fits, leaves, arrays)):
             self._refuse(batch, leaves)
-        return structure.unflatten([self._place(leaf, array) for leaf, array in pairs])
+        return structure.unflatten([*map(self._place, leaves, arrays)])
 
     def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
         """Returns the global batch of a host batch, with a `jax.ShapeDtypeStruct` per `jax.Array`.

@@ -43,7 +43,7 @@ def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
     leaves = jax.tree.leaves(batch)
     return {
         "records": next((math.prod(np.shape(x)[:row_dims]) for x in leaves if np.ndim(x)), 1),
-        "bytes": sum(getattr(leaf, "nbytes", 0) for leaf in leaves),
+        "bytes": sum([getattr(leaf, "nbytes", 0) for leaf in leaves]),
     }
 
 

@@ -88,7 +88,7 @@ class PadToDivisible(Padding, Stage):
                 remedy=f'use a batch size of {padded_rows}, or pass remainder="pad".',
             )
         with span(PAD):
-            return pad_batch(batch, padded_rows, self)
+            return pad_batch(flat, padded_rows, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """Returns the dataset, with padding in place of the rows of feeds that have ended."""

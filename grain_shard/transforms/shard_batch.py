@@ -70,7 +70,7 @@ class ShardBatch(Stage):
             flat = FlatBatch.of(batch)
             if not seen.first_digest and self.layout.num_hosts > 1:
                 seen.first_digest = element_digest(flat.arrays, MANY_DIGITS)
-            return take_rows(flat, self.layout.rows(flat.rows))
+            return take_rows(flat, self.layout.rows(flat.rows)).tree
 
         return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
