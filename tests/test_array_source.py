@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import grain_shard
 from grain_shard import ArraySource, BatchSchedule, HedgedSource, ShardingError
+from grain_shard.grain_inside.array_rows import ArrayRows
 from tests.conftest import data_mesh
 from tests.pipelines import assert_same_batches, shared_out
 
@@ -66,11 +67,6 @@ def on_a_device(tmp_path):
 KINDS = [in_memory, memory_mapped, hdf5, in_zarr, on_a_device]
 
 
-def one_by_one():
-    """The same records without a batched read: the plain path."""
-    return [jax.tree.map(lambda array, i=i: array[i], arrays()) for i in range(RECORDS)]
-
-
 def other(source):
     return grain.MapDataset.source(source).shuffle(seed=7)[3:40]
 
@@ -105,22 +101,24 @@ PIPELINES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
 def test_batches_are_those_of_records_read_one_by_one(kind, pipeline, tmp_path, mesh, hints):
-    ours, expected = pipeline(ArraySource(kind(tmp_path))), pipeline(one_by_one())
-    assert_same_batches(ours.shard_to(mesh), expected.shard_to(mesh))
+    ours = pipeline(ArraySource(kind(tmp_path)))
+    # The plain path: these records have no batched read.
+    one_by_one = [jax.tree.map(lambda array, i=i: array[i], arrays()) for i in range(RECORDS)]
+    assert_same_batches(ours.shard_to(mesh), pipeline(one_by_one).shard_to(mesh))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_record_is_made_in_python(choice, mesh, monkeypatch):
-    monkeypatch.setattr(grain_shard.grain_inside.array_rows.ArrayRows, "__getitem__", only_slices)
+    getitem = ArrayRows.__getitem__
+
+    def only_slices(rows, index):
+        # One record of all is made, from which a batch's structure is learned.
+        assert isinstance(index, slice) or index == 0
+        return getitem(rows, index)
+
+    monkeypatch.setattr(ArrayRows, "__getitem__", only_slices)
     ds = CHOICES[choice](ArraySource(arrays())).batch(16).shard_to(mesh)
     assert all(batch["image"].shape == (16, 4, 3) for batch in ds)
-
-
-def only_slices(rows, index, getitem=grain_shard.grain_inside.array_rows.ArrayRows.__getitem__):
-    """One record of all is made, from which a batch's structure is learned."""
-    if not isinstance(index, slice):
-        assert index == 0
-    return getitem(rows, index)
 
 
 def test_a_map_gets_records_that_it_may_change(mesh):
@@ -221,9 +219,8 @@ def test_what_is_no_array_of_records_is_refused(tree, path, problem):
 
 @pytest.mark.parametrize("index", [-1, RECORDS])
 def test_a_record_that_does_not_exist(index):
-    with pytest.raises(
-        IndexError, match=f"there is no record {index}: the source has {RECORDS} records"
-    ):
+    said = f"there is no record {index}: the source has {RECORDS} records"
+    with pytest.raises(IndexError, match=said):
         ArraySource(arrays())[index]
 
 

@@ -32,7 +32,7 @@ from tests.conftest import (
     refused,
     to_numpy,
 )
-from tests.pipelines import after, feeds_of, flat, going_on
+from tests.pipelines import after, flat, going_on, shared_out
 
 
 def records(num_records=58):
@@ -152,9 +152,7 @@ class TestAnotherBatchSize:
 
 
 def in_feeds(size):
-    return feeds_of(lambda feed, i: {"id": np.int32(4 * i + feed)}, 4, size, length=50).shard_to(
-        data_mesh(4)
-    )
+    return shared_out(noted(200, []), 4, size).shard_to(data_mesh(4))
 
 
 def stack(elements):

@@ -27,12 +27,8 @@ face.command()
 
 
 def run(*words, **options):
-    command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, **options)
-
-
-def run_body(body):
-    return run("-c", PROGRAM % body.replace("\n", "\n    "), "demo")
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": HANG_S} | options
+    return subprocess.run([sys.executable, *words], text=True, **options)
 
 
 TWO = "plan --hosts 2 --devices-per-host 1 --mesh"
@@ -123,8 +119,7 @@ def test_the_parts_of_an_error_are_joined_as_sentences(error, line, monkeypatch,
 def test_a_reader_that_leaves_ends_the_command_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -0` does, whenever it comes to it
-    command = [sys.executable, "-m", "grain_shard", *f"{TWO} data=2 {SIZES}".split()]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
+    done = run("-m", "grain_shard", *f"{TWO} data=2 {SIZES}".split(), stdout=writer)
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
@@ -175,7 +170,8 @@ def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_comma
 )
 def test_ctrl_c_is_one_line_and_exit_code_130(body):
     ignored = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    done = run_body(ignored + body)
+    lines = (ignored + body).replace("\n", "\n    ")
+    done = run("-c", PROGRAM % lines, "demo")
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "grain_shard demo: stopped by Ctrl-C\n"
 

@@ -40,14 +40,6 @@ def seq_mesh():
     return jax.make_mesh((2, 4), ("data", "seq"))
 
 
-def ragged(items):
-    return {"tokens": np.array([np.zeros(len(items)), None], object)}
-
-
-def uneven(items):
-    return {"image": np.zeros((4, 2)), "label": np.zeros(3, np.int32)}
-
-
 # Each problem, the ways to it, what is known of the leaf and the mesh, and the remedy.
 AT_BUILD = {
     "the spec names the mesh axis 'batch', which does not exist.": (
@@ -172,6 +164,7 @@ AT_BUILD = {
             ("num_threads", 0, 1),
             ("num_workers", -2, 0),
             ("num_workers", True, 0),
+            *(("microbatches", value, 1) for value in (0, -2, 2.0, True, "4", (2,))),
         ]
     },
 }
@@ -194,6 +187,21 @@ AT_FIRST_BATCH = {
         "leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4",
         "shorten the spec to length 1. The first entry is for the rows.",
     ),
+    # With microbatches a spec is still counted from the rows on.
+    "batch['leaf0']: the spec has entries for 2 dims, but the leaf has rank 1 without the dim of the microbatches.": (
+        lambda: dicts(lambda i: i).shard_to(
+            data_mesh(4), {"leaf0": P(None, "data")}, microbatches=2
+        ),
+        "leaf:   int64[2, 2]   spec: P(None, 'data')   mesh: data=4",
+        "shorten the spec to length 1. The first entry is for the rows.",
+    ),
+    "batch['leaf0']: dim 3 has size 3, which is not divisible by mesh axis 'data' (size 4).": (
+        lambda: dicts(lambda i: np.zeros((2, 3))).shard_to(
+            data_mesh(4), {"leaf0": P(None, None, "data")}, microbatches=2
+        ),
+        "leaf:   float64[2, 2, 2, 3]   spec: P(None, None, None, 'data')   mesh: data=4",
+        "pad dim 3 to 4 before .batch, or drop 'data' from this leaf's spec.",
+    ),
     "batch['leaf1']: the leaf has no spec.": (
         lambda: dicts(lambda i: i, lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data")}),
         "leaf:   int64[4]   mesh: data=4",
@@ -205,12 +213,16 @@ AT_FIRST_BATCH = {
         "remove this leaf from the specs, or correct its name.",
     ),
     "batch['label']: the leading axis has 3 rows, but batch['image'] has 4 rows.": (
-        lambda: numbered(8, 4, batch_fn=uneven).shard_to(data_mesh(4)),
+        lambda: numbered(
+            8, 4, batch_fn=lambda rows: {"image": np.zeros((4, 2)), "label": np.zeros(3, np.int32)}
+        ).shard_to(data_mesh(4)),
         "leaf:   int32[3]   mesh: data=4",
         "give every leaf one row per record. Only a scalar may belong to the whole batch.",
     ),
     "batch['tokens']: the leaf holds Python objects, such as None or rows of different lengths.": (
-        lambda: numbered(8, 4, batch_fn=ragged).shard_to(data_mesh(4)),
+        lambda: numbered(
+            8, 4, batch_fn=lambda rows: {"tokens": np.array([np.zeros(4), None], object)}
+        ).shard_to(data_mesh(4)),
         "leaf:   object[2]   mesh: data=4",
         "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
     ),

@@ -98,7 +98,7 @@ def all_of(batches):
 
 
 def masked(ds, devices=2, **options):
-    return ds.shard_to(data_mesh(devices), on_bad_record="mask", **options)
+    return ds.shard_to(data_mesh(devices), **{"on_bad_record": "mask", **options})
 
 
 @pytest.fixture(params=SOURCES.values(), ids=SOURCES)
@@ -636,38 +636,34 @@ def numbers(feed):
     return grain_shard.from_iterable(lambda: iter([{"id": np.zeros(2)}]), rows="local")
 
 
-def on_8(ds, **options):
-    return ds.shard_to(data_mesh(8), **{"on_bad_record": "mask", **options})
-
-
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (lambda: on_8(batches([1]), mask_key=None), "needs a mask"),
-        (lambda: on_8(batches([1]).map(lambda batch: batch)), "rows that are read one by one"),
+        (lambda: masked(batches([1]), mask_key=None), "needs a mask"),
+        (lambda: masked(batches([1]).map(lambda batch: batch)), "rows that are read one by one"),
         (
-            lambda: on_8(grain.MapDataset.range(8).batch(8, batch_fn=np.stack)),
+            lambda: masked(grain.MapDataset.range(8).batch(8, batch_fn=np.stack)),
             "rows that are read one by one",
         ),
         (
-            lambda: on_8(batches([1]).to_iter_dataset().filter(bool), rows="global"),
+            lambda: masked(batches([1]).to_iter_dataset().filter(bool), rows="global"),
             "needs random access or feeds",
         ),
-        (lambda: on_8(numbers(None)), "needs random access or feeds"),
+        (lambda: masked(numbers(None)), "needs random access or feeds"),
         (
-            lambda: on_8(grain_shard.feeds(numbers, num_feeds=2).batch(8)),
+            lambda: masked(grain_shard.feeds(numbers, num_feeds=2).batch(8)),
             "feeds that begin with a grain.MapDataset, and feed 0 does not",
         ),
-        (lambda: on_8(batches([1]), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
+        (lambda: masked(batches([1]), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
         *(
             (
-                lambda most=most: on_8(batches([1]), max_bad_records=most),
+                lambda most=most: masked(batches([1]), max_bad_records=most),
                 "neither a whole number of records nor a share of them",
             )
             for most in (1.5, -1, True, float("nan"), "1")
         ),
-        (lambda: on_8(batches([1]), retries=-1), "retries=-1 is not an integer of at least 0"),
-        (lambda: on_8(batches([1]), retries="often"), "retries='often' is not an integer"),
+        (lambda: masked(batches([1]), retries=-1), "retries=-1 is not an integer of at least 0"),
+        (lambda: masked(batches([1]), retries="often"), "retries='often' is not an integer"),
         (lambda: Retries(on="OSError"), "on='OSError' is not an exception class"),
         (lambda: Retries(on=(KeyError, KeyboardInterrupt)), "is not an exception class"),
     ],
@@ -746,11 +742,6 @@ def test_a_bare_next_in_a_function_of_the_user_is_an_error_and_no_end(build, nam
     told = "".join([str(failure.value), *failure.value.__notes__])
     assert named in told
     assert "give each next(...) in " in told
-
-
-def test_a_bare_next_in_make_feed_is_an_error_where_it_is_called():
-    with pytest.raises(RuntimeError, match=r"give each next\(\.\.\.\) in "):
-        iter(feeds_of_all(lambda: next(iter([]))).shard_to(data_mesh(2)))
 
 
 def test_a_function_that_cannot_end_a_stream_keeps_its_name():

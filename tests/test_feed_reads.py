@@ -54,22 +54,7 @@ class Lengths(grain.IterDataset):
         self.parent, self.found = parent, ([], {})
 
     def __iter__(self):
-        return LengthsIterator(iter(self.parent))
-
-
-class LengthsIterator(grain.DatasetIterator):
-    def __init__(self, parent):
-        super().__init__(parent)
-        self.parent = parent
-
-    def __next__(self):
-        return {"length": np.int32(len(next(self.parent)["tokens"]))}
-
-    def get_state(self):
-        return self.parent.get_state()
-
-    def set_state(self, state):
-        self.parent.set_state(state)
+        return iter(self.parent.map(length))
 
 
 def length(row):

@@ -1,6 +1,7 @@
-"""`num_workers` for feeds: the batches and states of one process, from as many as it says.
+"""`num_workers` for feeds: rows that come from several processes, errors, and the workers' end.
 
-Most of these start processes, a second or two each; hence few and long tests.
+What holds of random access, too: test_workers.py. Most of these start processes, a second or two
+each; hence few and long tests.
 """
 
 import gc
@@ -14,33 +15,19 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
-from jax._src import xla_bridge
 
 import grain_shard
-from tests import text
-from tests.conftest import (
-    Made,
-    MadeIterator,
-    background_threads,
-    data_mesh,
-    eventually,
-    ids,
-    to_numpy,
-)
+from tests.conftest import Made, MadeIterator, background_threads, data_mesh, eventually, ids
 from tests.pipelines import assert_same, feeds_of, with_states
-from tests.test_feeds import unclosable, valid
+from tests.test_feeds import unclosable
 from tests.test_lifecycle import start
-from tests.test_workers import assert_no_child_is_left, children, raising
+from tests.test_workers import assert_no_child_is_left, children
 
 slow = pytest.mark.slow
 SHARED_MEMORY = Path("/dev/shm")
 needs_shared_memory = pytest.mark.skipif(
     not SHARED_MEMORY.exists(), reason="shared memory has no folder here"
 )
-
-
-def packed(**options):
-    return grain_shard.feeds(text.packed, num_feeds=4).batch(16).shard_to(data_mesh(4), **options)
 
 
 def described(feed):
@@ -76,51 +63,7 @@ def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder
         assert_same(with_states(batches(num_workers=num_workers)), expected)
 
 
-@slow
-def test_a_state_goes_from_none_to_two_workers_to_one_and_back_bit_for_bit():
-    expected, got, state = with_states(packed()), [], None
-    # Nine are more than there are feeds. The last one goes on to the end.
-    for num_workers, count in [(0, 2), (2, 5), (1, 1), (9, 3), (0, 1), (1, None)]:
-        got += with_states(packed(num_workers=num_workers), state, count)
-        state = got[-1][1]
-    assert_same(got, expected)
-    assert with_states(packed(num_workers=2), state) == [], "it is at the end"
-    assert_no_child_is_left()
-
-
 # Errors.
-
-
-@slow
-@pytest.mark.parametrize(
-    ("fail", "error", "match"),
-    [
-        (lambda: raising(ValueError("five")), ValueError, "^five\n"),
-        (
-            lambda: next(iter([])),
-            RuntimeError,
-            "raised StopIteration, which looks like the end of the data\n",
-        ),
-    ],
-    ids=["an exception", "an end"],
-)
-def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match):
-    def row(feed, i):
-        if (feed, i) == (2, 5):
-            fail()
-        return {"id": np.int32(100 * feed + i)}
-
-    ds = feeds_of(row, 4, 8, length=50)
-    with iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches:
-        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
-        for _ in range(2):
-            with pytest.raises(error, match=match) as raised:
-                next(batches)
-            assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
-        of_worker = [entry.name for entry in raised.traceback], "".join(raised.value.__notes__)
-        assert "row" in of_worker[0] or "in row\n" in of_worker[1], "the worker's traceback"
-        assert batches.get_state()["step"] == 2
-    assert_no_child_is_left()
 
 
 @slow
@@ -239,29 +182,6 @@ def test_a_worker_whose_states_are_large_ends_when_it_is_told_and_need_not_be_ki
 
 
 @slow
-@pytest.mark.parametrize(("num_workers", "cpu_buffer_size"), [(2, 1), (3, 8)])
-def test_no_more_batches_are_made_ahead_than_the_documentation_says(
-    num_workers, cpu_buffer_size, tmp_path
-):
-    def row(feed, i):
-        (tmp_path / f"{feed}-{i}").touch()
-        return {"id": np.int32(i)}
-
-    ds = feeds_of(row, 4, 8).shard_to(
-        data_mesh(2),
-        num_workers=num_workers,
-        cpu_buffer_size=cpu_buffer_size,
-        device_buffer_size=1,
-    )
-    on_host = max(cpu_buffer_size, 4) + 1  # + 1: in flight between host and devices
-    with iter(ds) as batches:
-        for k in range(1, 6):
-            next(batches)
-            eventually(lambda: len(list(tmp_path.iterdir())) >= 8 * (k + on_host))
-            assert len(list(tmp_path.iterdir())) <= 8 * (k + on_host + 1)  # + 1: on the devices
-
-
-@slow
 def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(tmp_path):
     def make_feed(feed):
         number = feed.shard_index
@@ -272,26 +192,6 @@ def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_clos
         next(batches)
     assert_no_child_is_left()
     assert {file.name for file in tmp_path.iterdir()} == set("012345")
-
-
-# C10: on a TPU machine a second process cannot open the chip.
-
-
-@slow
-def test_no_backend_is_started_in_a_worker():
-    initialized = xla_bridge.backends_are_initialized
-
-    def look(feed, i):
-        return {"pid": np.int32(os.getpid()), "backend": initialized(), "id": np.int32(i)}
-
-    ds = feeds_of(look, 4, 8, length=3, options=grain.ReadOptions())
-    batches = [to_numpy(batch) for batch in ds.shard_to(data_mesh(2), num_workers=2)]
-    assert valid(batches) == [[0, 1] * 4, [2, None] * 4]
-    pids = {int(pid) for b in batches for pid in b["pid"][b["valid_mask"]]}
-    assert len(pids) == 2
-    assert os.getpid() not in pids
-    assert xla_bridge.backends_are_initialized(), "here there is one"
-    assert not any(b["backend"][b["valid_mask"]].any() for b in batches)
 
 
 # Programs.

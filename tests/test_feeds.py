@@ -33,6 +33,7 @@ from tests.pipelines import (
     shared_out,
     with_states,
 )
+from tests.test_workers import assert_no_child_is_left, raising
 
 
 def numbers(lengths):
@@ -342,23 +343,45 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go():
     assert taken == [2 * (4 + 3 + 2)] * 4
 
 
-@pytest.mark.parametrize("options", [IN_TURN, grain.ReadOptions()], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
-def test_a_feed_that_raises_is_named_after_the_batches_before(error, options):
+@pytest.mark.parametrize(
+    ("options", "num_workers"),
+    [(IN_TURN, 0), (grain.ReadOptions(), 0), pytest.param(IN_TURN, 2, marks=pytest.mark.slow)],
+    ids=["in turn", "ahead", "in workers"],
+)
+@pytest.mark.parametrize(
+    ("fail", "error", "match"),
+    [
+        (lambda: raising(ValueError("five")), ValueError, "^five(\n|$)"),
+        (lambda: raising(KeyboardInterrupt("five")), KeyboardInterrupt, "five"),
+        (lambda: raising(Odd("five")), Odd, "five"),
+        (lambda: next(iter([])), RuntimeError, "which looks like the end of the data\n"),
+    ],
+    ids=["an exception", "Ctrl-C", "no Exception", "an end"],
+)
+def test_a_feed_that_raises_is_named_after_the_batches_before(
+    fail, error, match, options, num_workers
+):
     def row(feed, i):
         if (feed, i) == (2, 5):
-            raise error("five")
+            fail()
         return {"id": np.int32(100 * feed + i)}
 
     ds = feeds_of(row, 4, 8, length=50, options=options)
-    with iter(ds.shard_to(data_mesh(4))) as batches:
+    if num_workers and not issubclass(error, Exception):
+        error = RuntimeError  # the other one would end the worker
+    with iter(ds.shard_to(data_mesh(4), num_workers=num_workers)) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
-            with pytest.raises(error, match="five") as raised:
+            with pytest.raises(error, match=match) as raised:
                 next(batches)
-            assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
-            assert any("record 5 of the dataset" in note for note in raised.value.__notes__)
+            notes = raised.value.__notes__
+            assert notes.count("grain_shard: in feed 2 of 4") == 1
+            assert any("record 5 of the dataset" in note for note in notes)
+        if num_workers:
+            frames = [entry.name for entry in raised.traceback]
+            assert "row" in frames or "in row\n" in "".join(notes), "the worker's traceback"
         assert batches.get_state()["step"] == 2
+    assert_no_child_is_left()
 
 
 def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_is():
@@ -498,14 +521,18 @@ def test_what_cannot_work_is_refused_with_a_remedy(build, message):
         list(build())
 
 
-def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
-    def make_feed(feed):
-        raise FileNotFoundError("no such file")
-
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-    with pytest.raises(FileNotFoundError) as error:
+@pytest.mark.parametrize(
+    ("raised", "error", "match"),
+    [
+        (FileNotFoundError("no such file"), FileNotFoundError, "no such file"),
+        (StopIteration(), RuntimeError, r"give each next\(\.\.\.\) in "),  # of a bare next(...)
+    ],
+)
+def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built(raised, error, match):
+    ds = grain_shard.feeds(lambda feed: raising(raised), num_feeds=4).batch(8)
+    with pytest.raises(error, match=match) as found:
         ds.shard_to(data_mesh(4))
-    assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
+    assert found.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
 @pytest.mark.parametrize("method", ["map", "filter", "shuffle", "pipe"])

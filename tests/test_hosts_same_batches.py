@@ -128,7 +128,8 @@ CASES = {
         amplification=(1, 2, 2),
     ),
     "a map after batch": Case(
-        batched=lambda ds: ds.batch(8).map(double_tokens), reads=("whole", "whole", "whole")
+        batched=lambda ds: ds.batch(8).map(lambda batch: {**batch, "tokens": 2 * batch["tokens"]}),
+        reads=("whole", "whole", "whole"),
     ),
     "once: 1-D": Case(**ONCE),
     "once: permuted": Case(permuted, **ONCE),
@@ -160,10 +161,6 @@ CASES = {
         MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, amplification=(1, 2, 2), **AUTO
     ),
 }
-
-
-def double_tokens(batch):
-    return {**batch, "tokens": 2 * batch["tokens"]}
 
 
 # On the hosts.

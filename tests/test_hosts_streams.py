@@ -106,55 +106,20 @@ def case_unsaid(host, _):
     return str(refusal.value)
 
 
-def case_local(host, _):
-    return batches_of(local(own(22)))
-
-
-def case_local_random_access(host, _):
-    own_records = records(22, part_of(grain_shard.ShardByMesh(data_mesh())))
-    return batches_of(local(own_records))
-
-
-def uneven(host, remainder="pad"):
+def uneven(host, **options):
     """Host 1 filters out 90 %."""
     ds = own(100).filter(lambda record: host != 1 or record["id"] % 20 == 1)
-    return local(ds, remainder=remainder)
+    return local(ds, **options)
 
 
-def case_uneven(host, _):
-    return batches_of(uneven(host))
+def no_record(host, **options):
+    """Host 1 filters out all."""
+    return local(own(22).filter(lambda record: host == 0), timeout_s=15, **options)
 
 
-def case_uneven_drop(host, _):
-    return batches_of(uneven(host, "drop"))
-
-
-def case_state_of_uneven(host, _):
-    """The continuation from the state after 0, 1, ... batches; host 1's own ones are 2."""
-    continuations = {}
-    for taken in (0, 1, 2, 5, 13):
-        with uneven(host) as iterator:
-            for _ in range(taken):
-                next(iterator)
-            state = json.loads(json.dumps(iterator.get_state()))
-        iterator = uneven(host)
-        iterator.set_state(state)
-        continuations[taken] = batches_of(iterator)
-    return continuations
-
-
-def case_no_record(host, _, remainder="pad"):
-    ds = own(22).filter(lambda record: host == 0)
-    return batches_of(local(ds, remainder=remainder, timeout_s=15))
-
-
-def case_no_record_drop(host, _):
-    return case_no_record(host, _, "drop")
-
-
-def case_global_of_different_lengths(host, _):
+def of_different_lengths(host):
     ds = numbered([40, 24][host]).batch(8)
-    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
+    return iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20))
 
 
 def raising(host, at):
@@ -163,15 +128,26 @@ def raising(host, at):
             raise ValueError(f"bad record {at}")
         return record
 
-    return batches_of(local(own(40).map(check)))
+    return local(own(40).map(check))
 
 
-def case_raises_in_the_first_batch(host, _):
-    return raising(host, 3)
+def continued(make, steps):
+    """By the number of batches taken, this host's state, and the continuation."""
+    found = {}
+    for taken in steps:
+        with make() as iterator:
+            for _ in range(taken):
+                next(iterator)
+            state = json.loads(json.dumps(iterator.get_state()))
+        rest = make()
+        rest.set_state(state)
+        found[taken] = state, batches_of(rest)
+    return found
 
 
-def case_raises_later(host, _):
-    return raising(host, 21)  # the third record of host 1's third batch
+def case_states_of_uneven(host, _):
+    """Host 1 has rows for two of the batches."""
+    return continued(lambda: uneven(host), (0, 1, 2, 5, 13))
 
 
 def stalling(host, stalls_on, release, num_records=40):
@@ -238,13 +214,8 @@ def case_model_axis_and_slices_by_process(host, _):
 def case_one_host_has_rows_left(host, _):
     """The continuation from where the streams of the other three have ended."""
     few = own(80).filter(lambda record: host == 0 or record["id"] < 8)
-    with local(few) as iterator:
-        for _ in range(3):
-            next(iterator)
-        state = iterator.get_state()
-    iterator = local(few)
-    iterator.set_state(state)
-    return batches_of(iterator)
+    _, rest = continued(lambda: local(few), [3])[3]
+    return rest
 
 
 def slow_disk_of_host_1(event, args):
@@ -292,72 +263,102 @@ def of_lengths(lengths, **options):
     return feeds(lambda feed: numbers(feed, lengths), **options)
 
 
-UNEVEN_FEEDS = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
-# By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
-ENDS = {
-    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN_FEEDS),
-    "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
-    "no row at all": ([0, 0, 0, 0], "pad", []),
-    "all stop at the first feed that lacks rows": (
-        [6, 6, 6, 5],
-        "drop",
-        [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]],
-    ),
-}
-
-
-def case_ends_of_feeds(host, _):
-    return {
-        name: batches_of(of_lengths(lengths, remainder=remainder))
-        for name, (lengths, remainder, _) in ENDS.items()
-    }
-
-
 def case_states_of_uneven_feeds(host, _):
-    """By the number of batches taken, this host's state, and the continuation."""
-    found = {}
-    with of_lengths([3, 5, 0, 1]) as batches:
-        for taken, _ in enumerate(batches, 1):
-            state = json.loads(json.dumps(batches.get_state()))
-            rest = of_lengths([3, 5, 0, 1])
-            rest.set_state(state)
-            found[taken] = state, batches_of(rest)
-    return found
+    return continued(lambda: of_lengths([3, 5, 0, 1]), (1, 2, 3))
 
 
-def case_a_feed_lacks_rows(host, _):
-    return batches_of(of_lengths([6, 6, 6, 5], remainder="error"))
-
-
-def case_a_hosts_feeds_end_first(host, _):
-    return batches_of(of_lengths([6, 6, 4, 4], remainder="error"))
-
-
-def case_a_feed_raises(host, _):
+def a_feed_raises(host):
     def check(row):
         if row["id"] == 304:
             raise ValueError("a bad row")
         return row
 
-    return batches_of(feeds(lambda feed: numbers(feed).map(check)))
+    return feeds(lambda feed: numbers(feed).map(check))
 
 
-def case_a_feed_cannot_be_made(host, _):
+def a_feed_cannot_be_made(host):
     def make_feed(feed):
         if feed.shard_index == 2:
             raise FileNotFoundError("no such shard")
         return numbers(feed)
 
-    return batches_of(feeds(make_feed))
+    return feeds(make_feed)
 
 
-def case_a_feed_depends_on_its_host(host, _):
+def a_feed_depends_on_its_host(host):
     """A model axis over the hosts: both run all feeds, and must get the same."""
 
     def make_feed(feed):
         return numbers(feed).map(lambda row: {"id": row["id"] + np.int32(host)})
 
-    return batches_of(feeds(make_feed, model_over_hosts(), read="needed"))
+    return feeds(make_feed, model_over_hosts(), read="needed")
+
+
+EACH_HOSTS_OWN = [
+    [0, 2, 4, 6, 1, 3, 5, 7],
+    [8, 10, 12, 14, 9, 11, 13, 15],
+    [16, 18, 20, 17, 19, 21],
+]
+HOST_0 = list(range(0, 100, 2))
+HOST_1 = [1, 21, 41, 61, 81]  # what its filter leaves
+UNEVEN = [HOST_0[4 * k : 4 * k + 4] + HOST_1[4 * k : 4 * k + 4] for k in range(13)]
+UNEVEN_FEEDS = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+FULL_FEEDS = [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]]
+# By what there is to see: a host's iterator, and the batches. Feeds 0 and 1 are host 0's.
+ENDS = {
+    "each host's own slice": (lambda host: local(own(22)), EACH_HOSTS_OWN),
+    "each host's own slice, random access": (
+        lambda host: local(records(22, part_of(grain_shard.ShardByMesh(data_mesh())))),
+        EACH_HOSTS_OWN,
+    ),
+    "each host goes on to its own end": (uneven, UNEVEN),
+    "all stop at the first end": (lambda host: uneven(host, remainder="drop"), UNEVEN[:1]),
+    "all stop where a host has no record": (lambda host: no_record(host, remainder="drop"), []),
+    "each feed goes on to its own end": (lambda host: of_lengths([3, 5, 0, 1]), UNEVEN_FEEDS),
+    "a host without a row": (lambda host: of_lengths([0, 0, 3, 2]), [[200, 201, 300, 301], [202]]),
+    "no row at all": (lambda host: of_lengths([0, 0, 0, 0]), []),
+    "all stop at the first feed that lacks rows": (
+        lambda host: of_lengths([6, 6, 6, 5], remainder="drop"),
+        FULL_FEEDS,
+    ),
+}
+# By what raises on host 1: the iterator, the batches before, the error, its text, and its place.
+RAISED = {
+    "first batch": (lambda host: raising(host, 3), 0, "ValueError", "bad record 3", None),
+    # In the middle of it.
+    "third batch": (lambda host: raising(host, 21), 2, "ValueError", "bad record 21", None),
+    "feed": (a_feed_raises, 2, "ValueError", "a bad row", "in feed 3 of 4"),
+    "make_feed": (a_feed_cannot_be_made, 0, "FileNotFoundError", "no such shard", "in feed 2 of 4"),
+}
+# By what host 1 lacks: the iterator, the batches before, and what every host says.
+LACKING = {
+    "a host has no record": (no_record, 0, "the stream of this host has no batch"),
+    "a feed lacks rows": (
+        lambda host: of_lengths([6, 6, 6, 5], remainder="error"),
+        2,
+        "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each",
+    ),
+}
+END_EARLIER = "(the first: host 1) end earlier than the streams of the other hosts"
+# By what differs: the iterator, the batches that both hosts have, and what both say.
+DIFFERING = {
+    "different lengths": (of_different_lengths, 3, END_EARLIER),
+    "a host's feeds end first": (
+        lambda host: of_lengths([6, 6, 4, 4], remainder="error"),
+        2,
+        END_EARLIER,
+    ),
+    "a feed depends on its host": (
+        a_feed_depends_on_its_host,
+        0,
+        "hosts 0, 1 run the same feeds, but get different rows",
+    ),
+}
+
+
+def case_iterators(host, _):
+    iterators = ENDS | RAISED | LACKING | DIFFERING
+    return {name: batches_of(make(host)) for name, (make, *_) in iterators.items()}
 
 
 BUFFERS = [(1, 1), (4, 2)]  # on the host, on the devices
@@ -452,6 +453,12 @@ def result_of(runs):
     return result_of
 
 
+@pytest.fixture
+def ended(result_of):
+    """A function from the name of an iterator to what each host got of it."""
+    return lambda name: [of_host[name] for of_host in result_of(case_iterators)]
+
+
 def texts(results, error):
     """What each host says, all of which ended by this error, also when they are asked again."""
     assert [(r["error"], r["same error again"]) for r in results] == [(error, True)] * len(results)
@@ -471,39 +478,23 @@ def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of)
         assert 'rows="global"' in text
 
 
-EACH_HOSTS_OWN = [
-    [0, 2, 4, 6, 1, 3, 5, 7],
-    [8, 10, 12, 14, 9, 11, 13, 15],
-    [16, 18, 20, 17, 19, 21],
-]
-HOST_0 = list(range(0, 100, 2))
-HOST_1 = [1, 21, 41, 61, 81]  # what its filter leaves
-UNEVEN = [HOST_0[4 * k : 4 * k + 4] + HOST_1[4 * k : 4 * k + 4] for k in range(13)]
-STREAMS = {
-    "each host's own slice": (case_local, EACH_HOSTS_OWN),
-    "each host's own slice, random access": (case_local_random_access, EACH_HOSTS_OWN),
-    "each host goes on to its own end": (case_uneven, UNEVEN),
-    "all stop at the first end": (case_uneven_drop, UNEVEN[:1]),
-    "all stop where a host has no record at all": (case_no_record_drop, []),
-    "hosts that go on with padding alone do not count as feeding the same rows": (
-        case_one_host_has_rows_left,
-        [[48, 52, 56, 60], [64, 68, 72, 76]],
-    ),
-}
+@pytest.mark.parametrize("name", ENDS)
+def test_hosts_with_streams_stop_together_and_lose_or_repeat_nothing(ended, name):
+    results = ended(name)
+    assert batches_in(results) == ENDS[name][1]
+    assert all(result["shapes"] <= {((8,), (8,))} for result in results)
 
 
-@pytest.mark.parametrize(("case", "batches"), STREAMS.values(), ids=STREAMS)
-def test_hosts_with_streams_stop_together_and_lose_or_repeat_nothing(result_of, case, batches):
-    results = result_of(case)
-    assert batches_in(results) == batches
-    shape = (4 * len(results),)
-    assert all(result["shapes"] <= {(shape, shape)} for result in results)
+def test_hosts_that_go_on_with_padding_alone_do_not_count_as_feeding_the_same_rows(result_of):
+    results = result_of(case_one_host_has_rows_left)
+    assert batches_in(results) == [[48, 52, 56, 60], [64, 68, 72, 76]]
+    assert all(result["shapes"] == {((16,), (16,))} for result in results)
 
 
 def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(result_of):
-    continuations = result_of(case_state_of_uneven)
+    of_each_host = result_of(case_states_of_uneven)
     for taken in (0, 1, 2, 5, 13):
-        of_hosts = [continuation[taken] for continuation in continuations]
+        of_hosts = [continuations[taken][1] for continuations in of_each_host]
         assert batches_in(of_hosts) == UNEVEN[taken:], f"after {taken} batches"
 
 
@@ -517,19 +508,10 @@ def test_a_state_saved_by_orbax_is_one_file_a_host_and_continues_on_as_many_host
         assert [len(rows) for rows in resumed] == [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("case", "batches", "error", "said", "place"),
-    [
-        (case_raises_in_the_first_batch, 0, "ValueError", "bad record 3", None),
-        (case_raises_later, 2, "ValueError", "bad record 21", None),
-        (case_a_feed_raises, 2, "ValueError", "a bad row", "in feed 3 of 4"),
-        (case_a_feed_cannot_be_made, 0, "FileNotFoundError", "no such shard", "in feed 2 of 4"),
-    ],
-)
-def test_an_error_of_the_users_is_raised_where_it_occurs_and_named_elsewhere(
-    result_of, case, batches, error, said, place
-):
-    other, own = result_of(case)
+@pytest.mark.parametrize("name", RAISED)
+def test_an_error_of_the_users_is_raised_where_it_occurs_and_named_elsewhere(ended, name):
+    _, batches, error, said, place = RAISED[name]
+    other, own = ended(name)
     assert len(other["batches"]) == len(own["batches"]) == batches
     assert texts([own], error) == [said]
     assert place is None or f"grain_shard: {place}" in own["notes"]
@@ -537,51 +519,31 @@ def test_an_error_of_the_users_is_raised_where_it_occurs_and_named_elsewhere(
     assert f"host 1: {error}: {said}" + (f" ({place})" if place else "") in text
 
 
-@pytest.mark.parametrize(
-    ("case", "batches", "said"),
-    [
-        (case_no_record, 0, "the stream of this host has no batch"),
-        (
-            case_a_feed_lacks_rows,
-            2,
-            "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each",
-        ),
-    ],
-)
-def test_a_host_that_lacks_data_is_an_error_on_every_host(result_of, case, batches, said):
-    other, own = result_of(case)
+@pytest.mark.parametrize("name", LACKING)
+def test_a_host_that_lacks_data_is_an_error_on_every_host(ended, name):
+    _, batches, said = LACKING[name]
+    other, own = ended(name)
     for text in texts([own], "ShardingError") + texts([other], "AgreementError"):
         assert said in text
     assert len(other["batches"]) == len(own["batches"]) == batches
 
 
-END_EARLIER = "(the first: host 1) end earlier than the streams of the other hosts"
-DIFFERENT_ROWS = "hold the same shards, but their pipelines yield different rows"
-
-
-@pytest.mark.parametrize(
-    ("case", "batches", "said"),
-    [
-        # The batches that both have.
-        (case_global_of_different_lengths, 3, [END_EARLIER]),
-        (case_a_hosts_feeds_end_first, 2, [END_EARLIER]),
-        (
-            case_model_axis_and_slices_by_process,
-            0,
-            [f"hosts 0, 2 {DIFFERENT_ROWS}", f"hosts 1, 3 {DIFFERENT_ROWS}"],
-        ),
-        (
-            case_a_feed_depends_on_its_host,
-            0,
-            ["hosts 0, 1 run the same feeds, but get different rows"],
-        ),
-    ],
-)
-def test_hosts_that_may_not_differ_and_do_learn_it_all(result_of, case, batches, said):
-    results = result_of(case)
+@pytest.mark.parametrize("name", DIFFERING)
+def test_hosts_that_may_not_differ_and_do_learn_it_all(ended, name):
+    _, batches, said = DIFFERING[name]
+    results = ended(name)
     assert [len(result["batches"]) for result in results] == [batches] * len(results)
     for text in texts(results, "AgreementError"):
-        assert all(words in text for words in said)
+        assert said in text
+
+
+def test_hosts_that_hold_the_same_rows_and_yield_different_ones_all_learn_it(result_of):
+    results = result_of(case_model_axis_and_slices_by_process)
+    assert [result["batches"] for result in results] == [[]] * 4
+    different = "hold the same shards, but their pipelines yield different rows"
+    for text in texts(results, "AgreementError"):
+        assert f"hosts 0, 2 {different}" in text
+        assert f"hosts 1, 3 {different}" in text
 
 
 @pytest.mark.parametrize(("case", "stalled"), [(case_host_1_stalls, 1), (case_host_0_stalls, 0)])
@@ -616,11 +578,6 @@ def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
     assert batches_in(results) == EACH_HOSTS_OWN
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_hosts_with_feeds_stop_together(result_of, name):
-    assert batches_in([result[name] for result in result_of(case_ends_of_feeds)]) == ENDS[name][2]
-
-
 def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
     of_hosts = result_of(case_states_of_uneven_feeds)
     for taken, rest in ((1, UNEVEN_FEEDS[1:]), (2, UNEVEN_FEEDS[2:]), (3, [])):
@@ -635,7 +592,7 @@ def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
 def test_batches_are_made_as_far_ahead_as_the_buffers_go_and_one_more_is_on_its_way(
     result_of, kind, buffers
 ):
-    """C9. Of random access: `TestMemory` in test_lifecycle.py. Of workers: test_feed_workers.py."""
+    """C9. For random access: `TestMemory` in test_lifecycle.py. For workers: test_workers.py."""
     on_host, on_devices = buffers
     for of_host in result_of(case_batches_made_ahead):
         found = of_host[kind, buffers]

@@ -8,16 +8,18 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
 from grain_shard.training import place_model_state_on_shards, place_nnx_state_on_shards
+from tests.conftest import data_mesh
 
 PARAMS = {
     "up": {"kernel": np.ones((8, 16), np.float32), "bias": np.zeros(16, np.float32)},
     "down": {"kernel": np.ones((16, 3), np.float32), "bias": np.zeros(3, np.float32)},
 }
+LINEAR = nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
 ROWS, BOTH = P("model", None), P("data", "model")
 
 
@@ -37,8 +39,7 @@ def mesh_2d(axis_type):
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("word", [None, "replicate"])
 def test_replicates(num_devices, word):
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
-    placed = place_model_state_on_shards(PARAMS, mesh, word)
+    placed = place_model_state_on_shards(PARAMS, data_mesh(num_devices), word)
     for leaf, original in zip(jax.tree.leaves(placed), jax.tree.leaves(PARAMS), strict=True):
         assert leaf.sharding.is_fully_replicated
         assert leaf.sharding.num_devices == num_devices
@@ -89,8 +90,7 @@ def test_a_longer_spec_is_cut_to_the_rank(mesh_2d):
 
 
 def test_a_path_of_nnx_may_do_without_the_value_at_its_end(mesh_2d):
-    state = nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
-    placed = place_model_state_on_shards(state, mesh_2d, {"kernel": P(None, "model")})
+    placed = place_model_state_on_shards(LINEAR, mesh_2d, {"kernel": P(None, "model")})
     assert specs(placed) == {"kernel/value": P(None, "model"), "bias/value": P()}
 
 
@@ -187,9 +187,7 @@ def test_nnx_state_by_filter(mesh_2d, as_state_sharding):
 
 def test_nnx_sharding_may_be_of_any_kind(mesh):
     device = jax.devices()[3]
-    placed = place_nnx_state_on_shards(
-        nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), mesh, {...: SingleDeviceSharding(device)}
-    )
+    placed = place_nnx_state_on_shards(LINEAR, mesh, {...: SingleDeviceSharding(device)})
     assert {leaf.device for leaf in jax.tree.leaves(placed)} == {device}
 
 
@@ -204,12 +202,10 @@ def test_nnx_variable_without_a_filter(mesh):
 
 
 def test_nnx_filter_that_matches_nothing(mesh):
-    state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ShardingError, match=r"'kernle'.* matches no leaf") as error:
-        place_nnx_state_on_shards(state, mesh, {nnx.PathContains("kernle"): P("data"), ...: P()})
+        place_nnx_state_on_shards(LINEAR, mesh, {nnx.PathContains("kernle"): P("data"), ...: P()})
     assert error.value.remedy == "match one of bias, kernel."
 
 
 def test_nnx_variable_type_that_the_model_lacks(mesh):
-    state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    place_nnx_state_on_shards(state, mesh, {nnx.BatchStat: P(), nnx.Param: P("data"), ...: P()})
+    place_nnx_state_on_shards(LINEAR, mesh, {nnx.BatchStat: P(), nnx.Param: P("data"), ...: P()})

@@ -1,8 +1,8 @@
 """`DevicePlacement`: every method, and every defect of datarax's that it must not have."""
 
-import functools
 import json
 import threading
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -121,11 +121,9 @@ class TestDevices:
         json.dumps(info)
 
     def test_device_info_tells_the_memory_where_the_backend_does(self):
-        class Device:
-            def memory_stats(self):
-                return {"bytes_in_use": 1, "bytes_limit": 2, "num_allocs": 3}
-
-        assert placement_module._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
+        figures = {"bytes_in_use": 1, "bytes_limit": 2}
+        device = SimpleNamespace(memory_stats=lambda: {**figures, "num_allocs": 3})
+        assert placement_module._memory(device) == figures
 
 
 class TestPlaceOnDevice:
@@ -392,8 +390,8 @@ class TestPrefetch:
 
     def test_buffer_sizes_are_checked(self):
         assert refusal(lambda: prefetch_to_device([], size=0)).startswith("size=0")
-        by_method = functools.partial(DevicePlacement().prefetch_to_device, buffer_size=0)
-        assert refusal(lambda: by_method([])).startswith("buffer_size=0")
+        by_method = DevicePlacement().prefetch_to_device
+        assert refusal(lambda: by_method([], buffer_size=0)).startswith("buffer_size=0")
         assert "cpu_buffer_size=0" in refusal(lambda: prefetch_to_device([], cpu_buffer_size=0))
 
     def test_what_is_not_iterable_is_refused(self):
@@ -427,7 +425,7 @@ class TestPrefetchState:
 
     def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
         monkeypatch.setattr("grain_shard.background._JOIN_TIMEOUT_S", 0.01)
-        inside, go_on, threads = threading.Event(), threading.Event(), []
+        inside, go_on = threading.Event(), threading.Event()
 
         class Slow(Restorable):
             def __next__(self):
@@ -444,11 +442,11 @@ class TestPrefetchState:
         state = iterator.get_state()
         next(iterator)
         wait(inside)
-        threads.append(threading.Thread(target=iterator.set_state, args=(state,)))
-        threads[0].start()
+        thread = threading.Thread(target=iterator.set_state, args=(state,))
+        thread.start()
         eventually(lambda: iterator._at.run.stage._is_stopped)
         go_on.set()
-        threads[0].join(HANG_S)
+        thread.join(HANG_S)
         assert values(iterator) == PAIRS
 
 
@@ -548,6 +546,6 @@ def on_two_processes():
 @pytest.mark.slow
 def test_two_processes():
     infos = rehearse.run(on_two_processes, hosts=2, devices_per_host=2)
-    ids = functools.reduce(lambda ids, info: ids + info.pop("local_devices"), infos, [])
+    ids = [number for info in infos for number in info.pop("local_devices")]
     assert len(set(ids)) == 4
     assert infos == [{"num_devices": 4, "process_index": i, "process_count": 2} for i in range(2)]

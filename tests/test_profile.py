@@ -18,13 +18,13 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import BatchLayout, GrainShardError, ShardBatch, profile
+from grain_shard import GrainShardError, profile
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.tools.measuring.bottleneck import find_bottleneck
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
-from tests.conftest import data_mesh, numbered
+from tests.conftest import data_mesh
 
 SLOW_S = 0.02
 
@@ -279,14 +279,6 @@ def test_workers_of_an_executor_that_are_slow_are_seen_at_work():
 )
 def test_what_the_advice_knows_of_a_pipeline(ds, expected):
     assert Pipeline.of(ds) == expected
-
-
-def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
-    one_of_four = ShardBatch(BatchLayout(divisor=4, shards=(1,)))
-    with pytest.warns(UserWarning, match="but reads every row"):
-        mapped = numbered(16, 8).map(dict).pipe(one_of_four)
-    assert mapped.batching.reads_other_rows
-    assert not numbered(16, 8).pipe(one_of_four).batching.reads_other_rows
 
 
 class TestProfile:

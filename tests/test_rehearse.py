@@ -27,13 +27,11 @@ from grain_shard.tools.rehearse import host_process, rehearsal
 pytestmark = pytest.mark.slow
 
 COMMAND_LINE = """
-import argparse, signal, sys
-from grain_shard.tools.rehearse import command
+import signal, sys
+from grain_shard.tools.command import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignore both, and its children would, too
-parser = argparse.ArgumentParser()
-command.add_arguments(parser)
-sys.exit(command.main(parser.parse_args()))
+sys.exit(main(["rehearse", *sys.argv[1:]]))
 """
 
 
@@ -157,21 +155,20 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
     ]
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys):
+NEVER_JOINED = (
+    "rehearse: each of the 2 processes ran the whole job by itself, because no process called"
+    " jax.distributed.initialize(). Remedy: call jax.distributed.initialize(), without arguments,"
+    " at the top of the script, before any other use of JAX.\n"
+)
+
+
+@pytest.mark.parametrize(("hosts", "code", "complaint"), [(1, 0, ""), (2, 1, NEVER_JOINED)])
+def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, code, complaint, script, capsys):
     path = script("import jax.numpy as jnp; print(float(jnp.ones(3).sum()))")
-    code = main(["rehearse", "--hosts", str(hosts), path])
-    shown, complaint = capsys.readouterr()
+    assert main(["rehearse", "--hosts", str(hosts), path]) == code
+    shown, said = capsys.readouterr()
     assert sorted(shown.splitlines()) == [f"[host {host}] 3.0" for host in range(hosts)]
-    if hosts == 1:
-        assert (code, complaint) == (0, "")
-    else:
-        assert code == 1
-        assert complaint == (
-            "rehearse: each of the 2 processes ran the whole job by itself, because no process"
-            " called jax.distributed.initialize(). Remedy: call jax.distributed.initialize(),"
-            " without arguments, at the top of the script, before any other use of JAX.\n"
-        )
+    assert said == complaint
 
 
 JOIN = "import jax; jax.distributed.initialize()"

@@ -204,21 +204,19 @@ def test_patterns_and_folders_become_sorted_files(tree, given, found):
     assert list(source) == list(grain.sources.ArrayRecordDataSource(found))
 
 
+def instruction(filename):
+    """As much of a `FileInstruction` of TensorFlow Datasets as is read."""
+    return SimpleNamespace(filename=filename, skip=5, take=3, examples_in_shard=20)
+
+
 def test_a_range_of_a_files_records(paths):
     source = ArrayRecordSource([f"{paths[2]}[5:8]", paths[1], f"{paths[0]}[0:1]"])
     assert list(source) == [record(13), record(14), record(15), record(7), record(0)]
     assert list(source._getitems([4, 0, 2])) == [record(0), record(13), record(15)]
     assert source.paths == [paths[2], paths[1], paths[0]]
     assert list(ArrayRecordSource([f"{paths[2]}[2:2]", f"{paths[1]}[0:1]"])) == [record(7)]
-
-
-def instruction(filename):
-    return SimpleNamespace(filename=filename, skip=5, take=3, examples_in_shard=20)
-
-
-def test_a_file_instruction_of_tensorflow_datasets(paths):
-    source = ArrayRecordSource(instruction(paths[2]))
-    assert list(source) == [record(13), record(14), record(15)]
+    of_datasets = ArrayRecordSource(instruction(paths[2]))
+    assert list(of_datasets) == [record(13), record(14), record(15)]
 
 
 IN_DATA = (

@@ -114,9 +114,21 @@ class TestShardBatch:
         assert [b["x"] for b in lists(build(8, 4).pipe(shard))] == expected
 
     @BOTH
-    def test_rows_that_the_shards_do_not_divide_are_refused(self, build):
-        with pytest.raises(ShardingError, match="6 rows does not split into 4"):
-            list(build(6, 6).pipe(ShardBatch(BatchLayout(4, (0,)))))
+    @pytest.mark.parametrize(
+        ("rows", "microbatches", "parts", "works", "multiple"),
+        [(6, 1, "4 shards", 8, 4), (16, 3, "3 microbatches of 4 shards each", 24, 12)],
+    )
+    def test_rows_that_the_shards_do_not_divide_are_refused(
+        self, build, rows, microbatches, parts, works, multiple
+    ):
+        layout = BatchLayout(4, (0,), microbatches=microbatches)
+        with pytest.raises(ShardingError) as refusal:
+            list(build(rows, rows).pipe(ShardBatch(layout)))
+        assert str(refusal.value) == (
+            f"a batch of {rows} rows does not split into {parts}.\n"
+            f"  remedy: use a batch size of {works}, or put PadToDivisible({multiple}) before"
+            " ShardBatch."
+        )
 
     @pytest.mark.parametrize("shards", [(0,), (0, 1)])
     def test_it_hands_out_nothing_that_the_user_holds(self, shards):
@@ -249,8 +261,8 @@ class TestSpecs:
         mesh = jax.make_mesh((4, 2), ("data", "model"))
         specs = {"image": P("data"), "tokens": P("data", "model"), "id": P(("data", "model"))}
         record = {"image": [np.zeros(6), np.zeros((6, 2))], "tokens": np.zeros(10), "id": 0}
-        batch = self.place(lambda i: record, mesh, specs)
-        expected = {**specs, "image": [P("data")] * 2, "valid_mask": specs["id"]}
+        batch = self.place(lambda i: record, mesh, specs, mask_key="real")
+        expected = {**specs, "image": [P("data")] * 2, "real": specs["id"]}
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, batch) == expected
 
     def test_a_leaf_of_lower_rank_takes_what_fits(self):
@@ -301,15 +313,17 @@ class TestSpecs:
         assert batch["id"].tolist() == [0, 1, 2]
         assert batch["id"].sharding.is_fully_replicated
 
-    def test_scalars_are_replicated(self, mesh):
+    @pytest.mark.parametrize(("microbatches", "rows"), [(None, (8,)), (1, (1, 8)), (2, (2, 8))])
+    def test_scalars_are_replicated(self, mesh, microbatches, rows):
         def collate(items):
             return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
 
-        (batch,) = grain.MapDataset.range(6).batch(6, batch_fn=collate).shard_to(mesh)
+        ds = grain.MapDataset.range(6).batch(6, batch_fn=collate)
+        (batch,) = ds.shard_to(mesh, microbatches=microbatches)
         assert (batch["step"].shape, int(batch["step"]), float(batch["rate"])) == ((), 5, 0.5)
         assert batch["step"].sharding.is_fully_replicated
         assert len(batch["step"].addressable_shards) == 8
-        assert batch["id"].shape == (8,)
+        assert batch["id"].shape == rows
 
     def test_a_batch_that_is_a_tuple_needs_no_mask(self, mesh):
         ds = grain.MapDataset.range(8).map(lambda i: (i, -i)).batch(8)
@@ -321,15 +335,6 @@ class TestSpecs:
     def test_a_batch_that_is_one_array(self, mesh):
         (batch,) = grain.MapDataset.range(8).batch(8).shard_to(mesh, mask_key=None)
         assert batch.tolist() == list(range(8))
-
-    @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
-    @pytest.mark.parametrize("mask_key", [None, "real", "valid_mask"])
-    def test_the_mask_has_the_key_that_was_asked_for(self, mesh, mask_key):
-        batch = self.place(lambda i: {"id": i}, mesh, n=5, mask_key=mask_key)
-        assert set(batch) == {"id"} | ({mask_key} - {None})
-        if mask_key:
-            assert batch[mask_key].tolist() == [True] * 5 + [False] * 3
-            assert batch[mask_key].sharding == batch["id"].sharding
 
     def test_text_may_have_another_width_in_every_batch(self, mesh):
         ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "text": "x" * i}).batch(8)
@@ -491,6 +496,9 @@ class TestDonation:
 MESHES = [
     # (axes, spec of one leaf, spec of another leaf)
     ({"data": 8}, P("data"), P()),
+    ({"data": 8, "model": 1}, P("data"), P(None, "model")),
+    ({"data": 2, "model": 4}, P(("model", "data")), P("model")),
+    ({"data": 1, "model": 8}, P("data"), P("model")),
     ({"data": 4, "model": 2}, P("data"), P(("data", "model"))),
     ({"data": 4, "model": 2}, P("model"), P("data")),
     ({"a": 2, "b": 2, "c": 2}, P(("a", "c")), P(("c", "b", "a"))),
@@ -498,52 +506,53 @@ MESHES = [
 ]
 
 
-def devices_of_hosts(num_hosts, devices_per_host):
-    """Stand-ins for the devices of so many hosts, in the order of their ids."""
-    axes = {"data": num_hosts * devices_per_host}
-    return hosts_mesh(axes, hosts=num_hosts, devices_per_host=devices_per_host).devices
-
-
 class TestLayout:
     """Against JAX's own word on where the rows of an array live."""
 
-    @hypothesis.settings(deadline=None, max_examples=150)
+    @hypothesis.settings(deadline=None, max_examples=250)
     @hypothesis.given(data=st.data())
     def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(self, data):
         axes, *specs = data.draw(st.sampled_from(MESHES), label="mesh")
         order = data.draw(st.permutations(range(8)), label="device order")
         devices_per_host = data.draw(st.sampled_from([1, 2, 4, 8]), label="devices per host")
         specs = data.draw(st.sampled_from([specs[:1], specs[1:], specs]), label="leaves")
-        num_hosts = 8 // devices_per_host
-        devices = devices_of_hosts(num_hosts, devices_per_host)[list(order)]
-        mesh = Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
-        shardings = [NamedSharding(mesh, spec) for spec in specs]
-        layouts = list(BatchLayout.of_hosts(shardings).values())
-        multiple = data.draw(st.integers(1, 3), label="rows per shard")
-        size = layouts[0].divisor * multiple
-        expected = {host: set() for host in range(num_hosts)}
-        for sharding, spec in zip(shardings, specs, strict=True):
-            rank = max(1, len(spec))
-            indices = sharding.devices_indices_map((size, *[8] * (rank - 1)))
+        microbatches = data.draw(st.integers(1, 5), label="microbatches")
+        hosts = 8 // devices_per_host
+        devices = hosts_mesh({"all": 8}, hosts=hosts, devices_per_host=devices_per_host).devices
+        mesh = Mesh(devices[list(order)].reshape(tuple(axes.values())), tuple(axes))
+        target = ShardingTree.of(mesh, dict(enumerate(specs)), microbatches=microbatches)
+        layouts = list(target.layouts().values())
+        divisor, amplification = layouts[0].divisor, layouts[0].amplification
+        of_one = divisor * data.draw(st.integers(1, 3), label="rows per shard")
+        size = microbatches * of_one
+        expected = {host: set() for host in range(hosts)}
+        for spec in specs:
+            shape = (microbatches, of_one, *[8] * (len(spec) - 1))
+            indices = NamedSharding(mesh, P(None, *spec)).devices_indices_map(shape)
             for device, index in indices.items():
-                expected[device.process_index] |= set(range(*index[0].indices(size)))
+                rows = np.arange(size).reshape(microbatches, of_one)[index[:2]]
+                expected[device.process_index] |= set(rows.reshape(-1).tolist())
         for host, layout in enumerate(layouts):
             rows = layout.rows(size).tolist()
             assert rows == sorted(expected[host])
-            assert layout.divisor == layouts[0].divisor
-            assert layout.num_hosts == num_hosts
+            in_ranges = [row for start, stop in layout.ranges(size) for row in range(start, stop)]
+            assert in_ranges == rows
+            assert (layout.divisor, layout.multiple) == (divisor, microbatches * divisor)
+            assert layout.num_hosts == hosts
+            assert layout.amplification == amplification
             assert layout.global_batch_size(len(rows)) == size
-            width = size // layout.divisor
-            for shard in layout.shards:
-                assert rows[layout.host_row(shard * width, size)] == shard * width
-        shown = f"num_hosts={num_hosts}, amplification={layouts[0].amplification:g})"
+            width = of_one // divisor
+            for shard in layout.shards:  # of the first microbatch
+                assert rows[layout.host_row(shard * width, of_one)] == shard * width
+        in_parts = f", microbatches={microbatches}" if microbatches > 1 else ""
+        shown = f"num_hosts={hosts}, amplification={amplification:g}{in_parts})"
         assert repr(layouts[0]).endswith(shown)
-        union = [row for layout in layouts for row in layout.rows(size).tolist()]
-        assert sorted(set(union)) == list(range(size)), "the hosts together hold exactly the batch"
-        assert layouts[0].amplification == pytest.approx(len(union) / size)
+        assert set().union(*expected.values()) == set(range(size)), "the hosts hold all of it"
+        assert amplification == pytest.approx(sum(map(len, expected.values())) / size)
 
     def test_a_host_without_a_device_in_the_mesh_is_told_so(self):
-        of_host_1 = Mesh(devices_of_hosts(2, 4)[4:], ("data",))
+        devices = hosts_mesh({"data": 8}, hosts=2, devices_per_host=4).devices
+        of_host_1 = Mesh(devices[4:], ("data",))
         sharding = NamedSharding(of_host_1, P("data"))
         with pytest.raises(ShardingError, match="host 0 has no device in the mesh"):
             ShardingTree([sharding]).layout()

@@ -1,9 +1,11 @@
 """`num_workers`: Grain's worker processes, with the same batches as without, and C10.
 
-All of them start processes, a second or two each; hence few and long tests.
+More about feeds: test_feed_workers.py. All of these start processes, a second or two each; hence
+few and long tests.
 """
 
 import gc
+import json
 import multiprocessing
 import multiprocessing.synchronize
 import os
@@ -18,25 +20,15 @@ import pytest
 from jax._src import xla_bridge
 from jax.sharding import NamedSharding, PartitionSpec
 
+import grain_shard
 from grain_shard import ShardingError
-from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
-from tests.pipelines import Odd, flat
+from tests import text
+from tests.conftest import assert_ended, data_mesh, eventually, ids, numbered, to_numpy
+from tests.pipelines import Odd, assert_same_batches, shared_out, with_states
 from tests.test_lifecycle import run, script
 
 slow = pytest.mark.slow
 MEMORY_MAP = Path("/proc/self/maps")
-
-
-def shuffled(n=46, batch=8):
-    return (
-        grain.MapDataset.range(n)
-        .seed(5)
-        .shuffle()
-        .random_map(
-            lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=(40, 3)), "text": f"#{i}"}
-        )
-        .batch(batch)
-    )
 
 
 def children():
@@ -47,26 +39,32 @@ def assert_no_child_is_left():
     eventually(lambda: not children())
 
 
+def augmented(i, rng):
+    return {"id": np.int32(i), "noise": rng.normal(size=(40, 3)), "text": f"#{i}"}
+
+
+KINDS = {
+    "random access": grain.MapDataset.range(110).seed(5).shuffle().random_map(augmented).batch(8),
+    "feeds": grain_shard.feeds(text.packed, num_feeds=4).batch(16),
+}
+
+
 @slow
 class TestTheSameAsWithout:
-    def test_batches_order_and_state_also_when_the_number_of_workers_changes_in_the_middle(self):
-        expected, states = [], []
-        with iter(shuffled().shard_to(data_mesh(4))) as iterator:
-            for batch in iterator:
-                expected.append(to_numpy(batch))
-                states.append(iterator.get_state())
-        assert len(expected) == 6
-        got, state = [], None
-        for num_workers, take in [(0, 1), (2, 2), (1, 1), (3, 2)]:
-            with iter(shuffled().shard_to(data_mesh(4), num_workers=num_workers)) as iterator:
-                if state is not None:
-                    iterator.set_state(state)
-                for _ in range(take):
-                    got.append(to_numpy(next(iterator)))
-                    state = iterator.get_state()
-                    assert state == states[len(got) - 1]
-        for ours, theirs in zip(got, expected, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    @pytest.mark.parametrize("ds", KINDS.values(), ids=KINDS)
+    def test_batches_order_and_state_also_when_the_number_of_workers_changes_in_the_middle(
+        self, ds
+    ):
+        found, state = [], None
+        # Five are more than there are feeds. The last one goes on to the end.
+        for num_workers, count in [(0, 2), (2, 5), (1, 1), (5, 3), (0, 1), (1, None)]:
+            found += with_states(ds.shard_to(data_mesh(4), num_workers=num_workers), state, count)
+            state = found[-1][1]
+        batches, states = zip(*found, strict=True)
+        expected, expected_states = zip(*with_states(ds.shard_to(data_mesh(4))), strict=True)
+        assert_same_batches(batches, expected)
+        assert json.dumps(states) == json.dumps(expected_states), "feeds have the same order, too"
+        assert with_states(ds.shard_to(data_mesh(4), num_workers=2), state) == []
         assert_no_child_is_left()
 
     def test_in_a_used_iterator_at_the_end_and_with_padding(self):
@@ -195,8 +193,7 @@ class TestLife:
         closing = threading.Thread(target=iterator.close)
         closing.start()
         os.remove(flag)
-        closing.join(60)
-        assert not closing.is_alive()
+        assert_ended([closing])
         assert_no_child_is_left()
 
     def test_a_closed_iterator_leaves_nothing_of_its_workers_to_the_garbage_collector(self):
@@ -239,22 +236,30 @@ class TestC10:
     """C10: on a TPU machine a second process cannot open the chip."""
 
     @slow
-    def test_no_backend_is_started_in_a_worker(self):
+    @pytest.mark.parametrize(
+        ("batched", "num_workers"),
+        [
+            # The whole chain is in the workers, with padding and a collate of the user's too.
+            (lambda records: records.batch(4), 1),
+            (lambda records: records.batch(4, batch_fn=_stack), 1),
+            (lambda records: shared_out(records, 4, 8, grain.ReadOptions()), 2),
+        ],
+        ids=["rows", "whole batches", "feeds"],
+    )
+    def test_no_backend_is_started_in_a_worker(self, batched, num_workers):
         initialized = xla_bridge.backends_are_initialized
 
         def look(i):
             return {"id": np.int32(i), "pid": np.int32(os.getpid()), "backend": initialized()}
 
-        # The whole chain is in the workers, with padding and a collate of the user's too.
-        for collate in (None, _stack):
-            ds = grain.MapDataset.range(15).map(look).batch(4, batch_fn=collate)
-            batches = [to_numpy(b) for b in ds.shard_to(data_mesh(2), num_workers=1)]
-            assert flat(ids(batches)) == list(range(15))
-            assert initialized(), "here there is one"
-            for batch in batches:
-                valid = batch["valid_mask"]
-                assert os.getpid() not in batch["pid"][valid]
-                assert not batch["backend"][valid].any()
+        ds = batched(grain.MapDataset.range(15).map(look))
+        batches = [to_numpy(b) for b in ds.shard_to(data_mesh(2), num_workers=num_workers)]
+        assert ids(batches) == ids(ds.shard_to(data_mesh(2)))
+        assert initialized(), "here there is one"
+        pids = {int(pid) for batch in batches for pid in batch["pid"][batch["valid_mask"]]}
+        assert len(pids) == num_workers
+        assert os.getpid() not in pids
+        assert not any(batch["backend"][batch["valid_mask"]].any() for batch in batches)
 
     @pytest.mark.parametrize("batch_fn", [None, lambda items: _stack(items)])
     def test_what_runs_in_a_worker_pickles_and_holds_nothing_of_a_device(self, batch_fn):
@@ -298,19 +303,31 @@ def _stack(items):
 
 
 @slow
-@pytest.mark.parametrize(("num_workers", "cpu_buffer_size"), [(1, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "cpu_buffer_size", "in_buffers"),
+    [
+        # Four for each worker, or what the option says, if that is more.
+        ("random access", 1, 1, 4),
+        ("random access", 2, 4, 8),
+        ("random access", 1, 8, 8),
+        # Four for all workers, as each has a part of every batch.
+        ("feeds", 2, 1, 4),
+        ("feeds", 3, 8, 8),
+    ],
+)
 def test_no_more_batches_are_made_ahead_than_the_documentation_says(
-    num_workers, cpu_buffer_size, tmp_path
+    kind, num_workers, cpu_buffer_size, in_buffers, tmp_path
 ):
     def note(i):
         (tmp_path / str(i)).touch()  # so that another process can count the records
         return {"id": np.int32(i)}
 
-    ds = grain.MapDataset.range(400).map(note).batch(4)
+    records = grain.MapDataset.range(400).map(note)
+    ds = records.batch(8) if kind == "random access" else shared_out(records, 4, 8)
     buffers = {"cpu_buffer_size": cpu_buffer_size, "device_buffer_size": 1}
-    on_host = max(cpu_buffer_size, 4 * num_workers) + 1  # + 1: in flight between host and devices
+    on_host = in_buffers + 1  # + 1: in flight between host and devices
     with iter(ds.shard_to(data_mesh(2), num_workers=num_workers, **buffers)) as batches:
         for k in range(1, 9):
             next(batches)
-            eventually(lambda: len(list(tmp_path.iterdir())) >= 4 * (k + on_host))
-            assert len(list(tmp_path.iterdir())) <= 4 * (k + on_host + 1)  # + 1: on the devices
+            eventually(lambda: len(list(tmp_path.iterdir())) >= 8 * (k + on_host))
+            assert len(list(tmp_path.iterdir())) <= 8 * (k + on_host + 1)  # + 1: on the devices
