@@ -7,6 +7,7 @@ anything is: without that request it would hang.
 import collections
 import contextlib
 import gc
+import itertools
 import pickle
 import sys
 import threading
@@ -19,8 +20,8 @@ import pytest
 import grain_shard
 from grain_shard import HedgedSource, ShardingError
 from grain_shard.reading.origin import Origin
-from grain_shard.sources import hedged_source
-from grain_shard.sources.daemon_threads import DaemonThreads
+from grain_shard.sources import daemon_threads, hedged_source
+from grain_shard.sources.daemon_threads import Call, DaemonThreads
 from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
 from tests.pipelines import after, going_on
@@ -55,7 +56,8 @@ def test_the_usual_time_is_one_that_nineteen_of_twenty_reads_do_not_exceed(
 def test_one_read_in_twenty_is_repeated_and_eight_in_a_row_at_most(reads, repeated):
     hedged = HedgedSource(range(reads))
     assert list(hedged) == list(range(reads))
-    again = iter(lambda: hedged._repeated((int,)), None)
+    first = Call(int, (), beside=None)
+    again = iter(lambda: hedged._repeated(first, (int,)), None)
     assert len(list(again)) == hedged.asked_again == repeated
 
 
@@ -273,23 +275,48 @@ class TestTheSameSource:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("function", ["__enter__", "__exit__", "notify"])
-    def test_an_interrupt_leaves_no_lock_taken(self, function):
-        threads, code = DaemonThreads("grain-shard-one", 1), getattr(threading.Condition, function)
+    def test_an_interrupt_at_any_line_leaves_threads_that_make_the_next_call(self):
+        functions = Call.__init__, DaemonThreads.call, DaemonThreads._idle_one, DaemonThreads._give
+        interrupted = [function.__code__ for function in functions]
+        for number in itertools.count(1):
+            threads, lines = DaemonThreads("grain-shard-one", 1), itertools.count(1)
 
-        def interrupt(frame, event, arg):
-            if frame.f_code is code.__code__ and frame.f_locals["self"] is threads._given:
+            def interrupt(frame, event, arg, number=number, lines=lines):
+                if frame.f_code not in interrupted:
+                    return None
+                if event == "line" and next(lines) == number:
+                    raise KeyboardInterrupt
+                return interrupt
+
+            sys.settrace(interrupt)
+            try:
+                threads.call(int)
+                break  # there are fewer lines
+            except KeyboardInterrupt:
+                pass
+            finally:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+            call = threads.call(int)
+            assert call.wait(HANG_S)
+            assert call.result() == 0
+        assert number > 10
 
-        sys.settrace(interrupt)
-        try:
-            threads.call(int)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        assert threads.call(int).result(HANG_S) == 0
+    def test_no_call_is_lost_where_threads_end_all_the_time(self, monkeypatch):
+        monkeypatch.setattr(daemon_threads, "_IDLE_S", 0)
+        threads = DaemonThreads("grain-shard-few", 3)
+        results = collections.Counter()
+
+        def consumer(name):
+            for i in range(500):
+                call = threads.call(int, str(i))
+                assert call.wait(HANG_S)
+                results[name] += call.result() == i
+
+        consumers = [threading.Thread(target=consumer, args=(name,)) for name in range(6)]
+        for thread in consumers:
+            thread.start()
+        assert_ended(consumers)
+        assert results == dict.fromkeys(range(6), 500)
 
     def test_they_end_soon_after_the_last_read(self):
         before = background_threads()

@@ -105,8 +105,8 @@ class Part(NamedTuple):
             return self, []
         first, rest = (elements[:count], elements[count:]) if elements else (None, None)
         return (
-            self._replace(stop=middle, elements=first),
-            [self._replace(start=middle, elements=rest)],
+            Part(self.sink, self.start, middle, first),
+            [Part(self.sink, middle, self.stop, rest)],
         )
 
 

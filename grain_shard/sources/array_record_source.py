@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -271,7 +270,7 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
     calls = [_HELPERS.call(function, *item) for item in items[len(results) :]]
     try:
         for call, item in zip(calls, items[len(results) :], strict=True):
-            while not wait([call], _LATE_S).done:
+            while not call.wait(_LATE_S):
                 # At its end, the program waits for this thread, so this thread must not wait on.
                 if not threading.main_thread().is_alive():
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")

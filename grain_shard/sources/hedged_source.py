@@ -8,18 +8,16 @@ few reads are repeated.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, as_completed
 from typing import Any
 
 from grain_shard.errors import ShardingError
-from grain_shard.sources.daemon_threads import DaemonThreads
+from grain_shard.sources.daemon_threads import Call, DaemonThreads
 
 # The usual time of a read is an estimate of the 95th percentile of read times, made without a list
 # of times. A read that takes longer raises the estimate by a tenth. A shorter read lowers it a
@@ -123,26 +121,32 @@ class HedgedSource:
         first = _THREADS.call_at_once(self._timed, *read)
         if first is None:
             return read[0](*read[1:])
-        while not first.done():
-            with contextlib.suppress(TimeoutError):
-                first.exception(max(_LEAST_S, _MANY_TIMES * self._usual_s))
-                break
-            if (second := self._repeated(read)) is not None:
-                for answer in as_completed((first, second)):
-                    if answer.exception() is None:
-                        return answer.result()
-        return first.result()
+        requests = [first]
+        while True:
+            is_late = not first.wait(max(_LEAST_S, _MANY_TIMES * self._usual_s))
+            if is_late and len(requests) == 1 and (second := self._repeated(first, read)):
+                requests.append(second)
+            done = [request for request in requests if request.is_done]
+            for request in done:
+                if request.error is None:
+                    return request.result()
+            if len(done) == len(requests):
+                return first.result()
 
-    def _repeated(self, read: Any) -> Future[Any] | None:
+    def _repeated(self, first: Call, read: Any) -> Call | None:
         """Makes a second request for a late read.
 
+        Args:
+            first: The first request.
+            read: The function that reads, and its arguments.
+
         Returns:
-            The future of the answer; None if too many reads were repeated, or no thread is free.
+            The second request; None if too many reads were repeated, or no thread is free.
         """
         with _LOCK:
             if self._allowance < 1:
                 return None
-            second = _THREADS.call_at_once(self._timed, *read)
+            second = _THREADS.call_at_once(self._timed, *read, beside=first)
             if second is not None:
                 self._allowance -= 1
                 self.asked_again += 1
