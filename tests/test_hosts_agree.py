@@ -67,16 +67,11 @@ def shard(ds, mesh=None, spec=None, **options):
 
 def first_batch(iterator):
     """How the first batch is refused."""
-    start = time.monotonic()
     with iterator if hasattr(iterator, "close") else contextlib.nullcontext():
         try:
             next(iterator)
         except Exception as error:
-            result = {
-                "type": type(error).__name__,
-                "text": str(error),
-                "seconds": time.monotonic() - start,
-            }
+            result = {"type": type(error).__name__, "text": str(error)}
             try:
                 next(iterator)
             except Exception as again:
@@ -561,7 +556,6 @@ def test_a_host_that_does_not_arrive_in_time_is_named_and_learns_that_it_came_to
     texts([others.pop(late_host)], "HostTimeoutError")
     for text in texts(others, "HostTimeoutError"):
         assert f"host {late_host} did not answer in time (timeout_s=2)" in text
-    assert all(result["seconds"] < 40 for result in others)  # 2, and some grace; 60 is the default
 
 
 def test_a_look_at_a_batch_on_one_host_is_refused_there_and_disturbs_no_other_iterator(results):

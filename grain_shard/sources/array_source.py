@@ -61,6 +61,14 @@ class ArraySource:
         in_memory = all(isinstance(array, np.ndarray) for array in self._arrays)
         self._columns = Columns(self._arrays, self._structure) if in_memory else None
 
+    def __init_subclass__(cls) -> None:
+        # Batches are gathered from the arrays, and a worker process makes an `ArraySource` again.
+        # So an overridden method would count at times, and at times not.
+        raise TypeError(
+            f"{cls.__name__} cannot be a subclass of ArraySource. remedy: change the records by"
+            " .map, or write a source that holds an ArraySource and has __len__ and __getitem__."
+        )
+
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
 
