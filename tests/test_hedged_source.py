@@ -11,6 +11,7 @@ import itertools
 import pickle
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import grain
@@ -22,7 +23,15 @@ from grain_shard import HedgedSource, ShardingError
 from grain_shard.reading.origin import Origin
 from grain_shard.sources import daemon_threads, hedged_source
 from grain_shard.sources.daemon_threads import Call, DaemonThreads
-from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
+from tests.conftest import (
+    HANG_S,
+    assert_ended,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+    wait,
+)
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
 from tests.pipelines import after, going_on
 from tests.test_faults import PIPELINES
@@ -275,11 +284,14 @@ class TestTheSameSource:
 
 
 class TestThreads:
-    def test_an_interrupt_at_any_line_leaves_threads_that_make_the_next_call(self):
-        functions = Call.__init__, DaemonThreads.call, DaemonThreads._idle_one, DaemonThreads._give
-        interrupted = [function.__code__ for function in functions]
+    @pytest.mark.parametrize("has_idle", [False, True])
+    def test_an_interrupt_at_any_line_delays_no_later_call(self, has_idle):
+        interrupted = Call.__init__.__code__, DaemonThreads.call.__code__
         for number in itertools.count(1):
-            threads, lines = DaemonThreads("grain-shard-one", 1), itertools.count(1)
+            threads, lines = DaemonThreads("grain-shard-two", 2), itertools.count(1)
+            release = threading.Event()
+            if has_idle:
+                assert threads.call(int).wait(HANG_S)
 
             def interrupt(frame, event, arg, number=number, lines=lines):
                 if frame.f_code not in interrupted:
@@ -290,16 +302,54 @@ class TestThreads:
 
             sys.settrace(interrupt)
             try:
-                threads.call(int)
+                threads.call(release.wait, HANG_S)  # a call that the interrupted caller forgets
                 break  # there are fewer lines
             except KeyboardInterrupt:
                 pass
             finally:
                 sys.settrace(None)
             call = threads.call(int)
-            assert call.wait(HANG_S)
+            assert call.wait(HANG_S / 2)
             assert call.result() == 0
+            release.set()
+        release.set()
         assert number > 10
+
+    def test_where_no_thread_can_be_started_the_caller_reads(self, monkeypatch):
+        monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-none", 1))
+        hedged = HedgedSource(Source(2, lambda index, number: None))
+
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            assert hedged[0] == 0
+        assert hedged[1] == 1
+        assert hedged.answered == 1  # of the thread; no call was left for it
+
+    def test_each_call_that_is_taken_begins_at_once(self, monkeypatch):
+        for _ in range(100):
+            threads, release = DaemonThreads("grain-shard-few", 2), threading.Event()
+            begun, taken = threading.Semaphore(0), list[Call | None]()
+
+            def hang(begun=begun, release=release):
+                begun.release()
+                release.wait(HANG_S)
+
+            ready = threading.Barrier(6)
+
+            def consumer(threads=threads, taken=taken, hang=hang, ready=ready):
+                ready.wait(HANG_S)
+                taken.append(threads.call(hang))
+
+            consumers = [threading.Thread(target=consumer) for _ in range(6)]
+            for thread in consumers:
+                thread.start()
+            assert_ended(consumers)
+            for call in taken:
+                assert call is None or begun.acquire(timeout=HANG_S)
+            release.set()
 
     def test_no_call_is_lost_where_threads_end_all_the_time(self, monkeypatch):
         monkeypatch.setattr(daemon_threads, "_IDLE_S", 0)
@@ -308,7 +358,8 @@ class TestThreads:
 
         def consumer(name):
             for i in range(500):
-                call = threads.call(int, str(i))
+                while (call := threads.call(int, str(i))) is None:
+                    pass  # all threads are busy
                 assert call.wait(HANG_S)
                 results[name] += call.result() == i
 
@@ -317,6 +368,28 @@ class TestThreads:
             thread.start()
         assert_ended(consumers)
         assert results == dict.fromkeys(range(6), 500)
+
+    def test_a_failed_read_is_freed_without_the_garbage_collector(self):
+        class Large:
+            pass
+
+        alive = []
+
+        def fail(index, number):
+            large = Large()
+            alive.append(weakref.ref(large))
+            raise OSError("lost")
+
+        hedged = HedgedSource(Source(8, fail))
+        gc.disable()
+        try:
+            for index in range(8):
+                with contextlib.suppress(OSError):
+                    hedged[index]
+            for ref in alive:
+                eventually(lambda ref=ref: ref() is None)
+        finally:
+            gc.enable()
 
     def test_they_end_soon_after_the_last_read(self):
         before = background_threads()

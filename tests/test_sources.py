@@ -455,6 +455,17 @@ def test_with_one_thread_beside_the_caller_the_same_is_read(paths, monkeypatch):
             ArrayRecordSource([f"{paths[0]}-missing", *paths])
 
 
+def test_files_are_read_while_those_of_a_forgotten_source_hang(paths, monkeypatch):
+    monkeypatch.setattr(array_record_source, "_PATIENCE_S", -1)
+    monkeypatch.setattr(array_record_source, "_HELPERS", DaemonThreads("grain-shard-one", 1))
+    release = threading.Event()
+    assert array_record_source._HELPERS.call(release.wait, HANG_S)  # as after Ctrl-C in a notebook
+    source = ArrayRecordSource(paths)
+    assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
+    assert not release.is_set()
+    release.set()
+
+
 @pytest.mark.parametrize("index", [TOTAL, -TOTAL - 1])
 def test_an_index_that_does_not_exist_is_an_error(paths, index):
     source = ArrayRecordSource(paths)

@@ -13,7 +13,7 @@ import re
 import resource
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 
-from grain_shard.sources.daemon_threads import DaemonThreads
+from grain_shard.sources.daemon_threads import Call, DaemonThreads
 from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
@@ -262,27 +262,32 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
         RuntimeError: The main thread ended before a file answered.
     """
     until = time.perf_counter() + _PATIENCE_S
-    results = []
+    results: list[Any] = []
+    calls = deque[tuple[str, Call]]()  # a path and its call, in the order of the items
     for item in items:
-        if str(item[0]).startswith(BUCKET) or time.perf_counter() > until:
-            break
-        results.append(function(*item))
-    calls = [_HELPERS.call(function, *item) for item in items[len(results) :]]
-    try:
-        for call, item in zip(calls, items[len(results) :], strict=True):
-            while not call.wait(_LATE_S):
-                # At its end, the program waits for this thread, so this thread must not wait on.
-                if not threading.main_thread().is_alive():
-                    raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
-                text = (
-                    f"{item[0]} has not answered for {_LATE_S:.0f} s or more: check that this host"
-                    " can reach the file. For a file in a bucket, an error comes only after a"
-                    " quarter of an hour. Check this host's credentials for the bucket, or mount"
-                    " the bucket and give the path below the mount's folder."
-                )
-                logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
-            results.append(call.result())
-        return results
-    finally:
-        for call in calls:
-            call.cancel()
+        # After a call of another thread, this thread makes no call, to keep the order.
+        is_slow = calls or str(item[0]).startswith(BUCKET) or time.perf_counter() > until
+        call = None
+        while is_slow and (call := _HELPERS.call(function, *item)) is None and calls:
+            results.append(_answer(*calls.popleft()))
+        if call is not None:
+            calls.append((item[0], call))
+        else:
+            results.append(function(*item))
+    return results + [_answer(*call) for call in calls]
+
+
+def _answer(path: str, call: Call) -> Any:
+    """Waits for the result of a call for a file, and returns it."""
+    while not call.wait(_LATE_S):
+        # At its end, the program waits for this thread, so this thread must not wait on.
+        if not threading.main_thread().is_alive():
+            raise RuntimeError(f"{path!r} did not answer before the program ended")
+        text = (
+            f"{path} has not answered for {_LATE_S:.0f} s or more: check that this host can reach"
+            " the file. For a file in a bucket, an error comes only after a quarter of an hour."
+            " Check this host's credentials for the bucket, or mount the bucket and give the path"
+            " below the mount's folder."
+        )
+        logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
+    return call.result()

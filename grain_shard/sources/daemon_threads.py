@@ -1,4 +1,4 @@
-"""`DaemonThreads`: threads for calls that may never return, such as those into a network."""
+"""`DaemonThreads`: threads that make calls which may never return."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ class Call:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], beside: Call | None):
         self._function, self._args, self._result = function, args, None
-        self.is_done = self._is_cancelled = False
+        self.is_done: bool = False
         self.error: BaseException | None = None
         self._done = threading.Lock() if beside is None else beside._done
         self._done.acquire(blocking=False)
 
     def make(self) -> None:
-        """Calls the function, unless the call is cancelled."""
+        """Calls the function."""
         try:
-            self._result = None if self._is_cancelled else self._function(*self._args)
+            self._result = self._function(*self._args)
         except BaseException as error:
-            self.error = error
+            # Without the entry of this frame in the traceback, the error does not refer to this
+            # object, which refers to the error. The circle would keep all frames in memory.
+            self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
     def tell(self) -> None:
         """Ends the wait for this call."""
@@ -47,7 +49,7 @@ class Call:
         with contextlib.suppress(RuntimeError):  # raised if the call beside it has told already
             self._done.release()
 
-    def wait(self, most_s: float = threading.TIMEOUT_MAX) -> bool:
+    def wait(self, most_s: float) -> bool:
         """Waits until this call, or the one beside it, is done. Only one thread may wait.
 
         Args:
@@ -58,23 +60,25 @@ class Call:
         """
         return self._done.acquire(timeout=most_s)
 
-    def cancel(self) -> None:
-        """Leaves out the call if no thread has begun it."""
-        self._is_cancelled = True
-
     def result(self) -> Any:
-        """Returns the result of a call that is done, or raises its error."""
-        if self.error is not None:
-            raise self.error
-        return self._result
+        """Returns the result of a call that is done, or raises its error. May be called once."""
+        # The traceback of the error will refer to the caller's frame, and so to this object. So
+        # this object lets go of the error.
+        error, self.error = self.error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error
 
 
 class DaemonThreads:
-    """Threads that make calls, in the order in which the calls are given.
+    """Threads that make calls, each call at once.
 
-    A thread is started for a call if all other threads are busy. Threads end soon after no call is
-    left. When the program ends, it waits for none of these threads. So a call that never returns
-    does not keep the program alive.
+    A new thread is started if no thread is idle. A thread ends once it has been idle for a while.
+    When the program ends, it waits for none of these threads. So a call that never returns does not
+    keep the program alive.
 
     No lock is held at any time, so neither an interrupt nor a fork can leave one taken. Each change
     is one step of a `dict`, a `deque` or a `set`, which Python makes atomic.
@@ -88,76 +92,67 @@ class DaemonThreads:
     def __init__(self, name: str, most: int):
         self._name, self._most = name, most
         self._begin()
-        # A forked process has none of the threads, so it begins again without any.
+        # A forked process has none of the threads, so it begins anew.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._calls = deque[Call]()  # that no thread has begun
-        # A thread is known by a lock, which is released to wake it.
+        # A thread is known by a lock, which is released to wake the thread.
         self._threads = set[threading.Lock]()
-        self._idle: dict[threading.Lock, None] = {}  # the last one is woken first
+        # The idle threads, and where each finds its next call. The last one is woken first.
+        self._idle = dict[threading.Lock, deque[Call]]()
 
-    def call(self, function: Callable[..., Any], *args: Any, beside: Call | None = None) -> Call:
+    def call(
+        self, function: Callable[..., Any], *args: Any, beside: Call | None = None
+    ) -> Call | None:
         """Lets a thread call a function.
 
         Args:
             function: The function.
             *args: Its arguments.
             beside: A call of which the wait also ends when this call is done.
-        """
-        return self._give(Call(function, args, beside), self._idle_one())
-
-    def call_at_once(
-        self, function: Callable[..., Any], *args: Any, beside: Call | None = None
-    ) -> Call | None:
-        """Lets a thread call a function, unless every thread is busy.
 
         Returns:
-            The call; None if every thread is busy, and nothing is then called.
+            The call; None if every thread is busy, or if the system allows no more threads. Nothing
+            is then called.
         """
-        wake = self._idle_one()
-        if wake is None and len(self._threads) >= self._most:
-            return None
-        return self._give(Call(function, args, beside), wake)
-
-    def _idle_one(self) -> threading.Lock | None:
-        """Takes the lock of an idle thread, so that no other call has this thread."""
+        call = Call(function, args, beside)
         try:
-            return self._idle.popitem()[0]
+            wake, calls = self._idle.popitem()  # so no other call gets this thread
         except KeyError:
-            return None
-
-    def _give(self, call: Call, wake: threading.Lock | None) -> Call:
-        self._calls.append(call)
-        if wake is not None:
-            with contextlib.suppress(RuntimeError):  # raised if the thread is awake already
-                wake.release()
-        elif len(self._threads) < self._most:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            if len(self._threads) >= self._most:
+                return None
+            run = threading.Thread(
+                target=self._run, args=(deque([call]),), name=self._name, daemon=True
+            )
+            try:
+                run.start()
+            except RuntimeError:  # raised if the system allows no more threads
+                return None
+            return call
+        calls.append(call)
+        with contextlib.suppress(RuntimeError):  # raised if the thread is awake already
+            wake.release()
         return call
 
-    def _run(self) -> None:
+    def _run(self, calls: deque[Call]) -> None:
         wake = threading.Lock()
         wake.acquire()
         self._threads.add(wake)
         while True:
-            try:
-                call = self._calls.popleft()
-            except IndexError:
-                call = None
-            else:
+            while calls:
+                self._idle.pop(wake, None)
+                call = calls.popleft()
                 call.make()
-            # The thread is idle before the caller learns of the result. So the caller's next call
-            # needs no further thread.
-            self._idle[wake] = None
-            if call is not None:
+                # The thread is idle before the caller learns of the result. So the caller's next
+                # call needs no further thread.
+                self._idle[wake] = calls
                 call.tell()
-            del call  # otherwise the result would stay in memory until the next call
-            is_wanted = bool(self._calls) or wake.acquire(timeout=_IDLE_S)
-            is_woken = self._idle.pop(wake, wake) is wake  # or is about to be
-            if not (is_wanted or is_woken):
+                del call  # otherwise the result would stay in memory until the next call
+            if wake.acquire(timeout=_IDLE_S) or calls:
+                continue
+            if self._idle.pop(wake, None) is not None:
                 self._threads.discard(wake)
-                if not self._calls:
-                    return
-                # A call was given before this thread was counted out, so no other thread may come.
-                self._threads.add(wake)
+                return
+            # A caller has taken this thread. Either its call comes soon, or an interrupt came
+            # first, and the thread is idle again.
+            self._idle[wake] = calls

@@ -37,8 +37,9 @@ _BATCHED_READS = "_getitems", "__getitems__"
 # most one second request. A request takes one of these 256 threads.
 _THREADS = DaemonThreads("grain-shard-hedge", 256)
 # Guards the times and counts of every `HedgedSource`. The thread that forks holds the lock during
-# the fork. If another thread held it, the lock would stay locked in the child for ever.
-_LOCK = threading.Lock()
+# the fork. If another thread held it, the lock would stay locked in the child for ever. The lock is
+# an RLock, because a signal's handler may fork in a thread that holds it.
+_LOCK = threading.RLock()
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
@@ -118,7 +119,7 @@ class HedgedSource:
             The answer that comes first. If no request succeeds, the error of the first request is
             raised.
         """
-        first = _THREADS.call_at_once(self._timed, *read)
+        first = _THREADS.call(self._timed, *read)
         if first is None:
             return read[0](*read[1:])
         requests = [first]
@@ -127,11 +128,9 @@ class HedgedSource:
             if is_late and len(requests) == 1 and (second := self._repeated(first, read)):
                 requests.append(second)
             done = [request for request in requests if request.is_done]
-            for request in done:
-                if request.error is None:
-                    return request.result()
-            if len(done) == len(requests):
-                return first.result()
+            answered = [request for request in done if request.error is None]
+            if answered or len(done) == len(requests):
+                return (answered or requests)[0].result()
 
     def _repeated(self, first: Call, read: Any) -> Call | None:
         """Makes a second request for a late read.
@@ -146,11 +145,14 @@ class HedgedSource:
         with _LOCK:
             if self._allowance < 1:
                 return None
-            second = _THREADS.call_at_once(self._timed, *read, beside=first)
-            if second is not None:
-                self._allowance -= 1
+            self._allowance -= 1
+        second = _THREADS.call(self._timed, *read, beside=first)
+        with _LOCK:
+            if second is None:
+                self._allowance += 1
+            else:
                 self.asked_again += 1
-            return second
+        return second
 
     def _timed(self, read: Callable[..., Any], *args: Any) -> Any:
         """Makes a request, and updates the usual time of a read; returns the answer."""
