@@ -328,28 +328,34 @@ class TestThreads:
         assert hedged[1] == 1
         assert hedged.answered == 1  # of the thread; no call was left for it
 
-    def test_each_call_that_is_taken_begins_at_once(self, monkeypatch):
-        for _ in range(100):
-            threads, release = DaemonThreads("grain-shard-few", 2), threading.Event()
-            begun, taken = threading.Semaphore(0), list[Call | None]()
+    def test_each_call_that_is_taken_begins_at_once(self):
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(100):
+                self.take_calls_of_six_threads_at_once()
+        finally:
+            sys.setswitchinterval(before)
 
-            def hang(begun=begun, release=release):
-                begun.release()
-                release.wait(HANG_S)
+    def take_calls_of_six_threads_at_once(self):
+        threads, release = DaemonThreads("grain-shard-few", 2), threading.Event()
+        begun, taken, ready = threading.Semaphore(0), [], threading.Barrier(6)
 
-            ready = threading.Barrier(6)
+        def hang():
+            begun.release()
+            release.wait(HANG_S)
 
-            def consumer(threads=threads, taken=taken, hang=hang, ready=ready):
-                ready.wait(HANG_S)
-                taken.append(threads.call(hang))
+        def consumer():
+            ready.wait(HANG_S)
+            taken.append(threads.call(hang))
 
-            consumers = [threading.Thread(target=consumer) for _ in range(6)]
-            for thread in consumers:
-                thread.start()
-            assert_ended(consumers)
-            for call in taken:
-                assert call is None or begun.acquire(timeout=HANG_S)
-            release.set()
+        consumers = [threading.Thread(target=consumer) for _ in range(6)]
+        for thread in consumers:
+            thread.start()
+        assert_ended(consumers)
+        for call in taken:
+            assert call is None or begun.acquire(timeout=HANG_S / 2)
+        release.set()
 
     def test_no_call_is_lost_where_threads_end_all_the_time(self, monkeypatch):
         monkeypatch.setattr(daemon_threads, "_IDLE_S", 0)
