@@ -315,6 +315,22 @@ class TestThreads:
         release.set()
         assert number > 10
 
+    def test_a_call_for_a_thread_that_ends_meanwhile_is_made_by_another(self):
+        threads = DaemonThreads("grain-shard-one", 1)
+
+        class Slow(dict):
+            def popitem(self):
+                item = super().popitem()
+                eventually(lambda: not threads._threads)
+                return item
+
+        first = threads.call(int)
+        assert first.wait(HANG_S)
+        threads._idle = Slow(threads._idle)
+        second = threads.call(int, "7")
+        assert second.wait(HANG_S)
+        assert (first.result(), second.result()) == (0, 7)
+
     def test_where_no_thread_can_be_started_the_caller_reads(self, monkeypatch):
         monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-none", 1))
         hedged = HedgedSource(Source(2, lambda index, number: None))

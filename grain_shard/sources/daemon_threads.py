@@ -31,8 +31,11 @@ class Call:
         self._function, self._args, self._result = function, args, None
         self.is_done: bool = False
         self.error: BaseException | None = None
-        self._done = threading.Lock() if beside is None else beside._done
-        self._done.acquire(blocking=False)
+        if beside is None:
+            self._done = threading.Lock()
+            self._done.acquire()
+        else:
+            self._done = beside._done
 
     def make(self) -> None:
         """Calls the function."""
@@ -116,43 +119,51 @@ class DaemonThreads:
             is then called.
         """
         call = Call(function, args, beside)
-        try:
-            wake, calls = self._idle.popitem()  # so no other call gets this thread
-        except KeyError:
-            if len(self._threads) >= self._most:
-                return None
-            run = threading.Thread(
-                target=self._run, args=(deque([call]),), name=self._name, daemon=True
-            )
+        while True:
             try:
-                run.start()
-            except RuntimeError:  # raised if the system allows no more threads
-                return None
-            return call
-        calls.append(call)
-        with contextlib.suppress(RuntimeError):  # raised if the thread is awake already
-            wake.release()
+                wake, calls = self._idle.popitem()  # so no other call gets this thread
+            except KeyError:
+                break
+            calls.append(call)
+            with contextlib.suppress(RuntimeError):  # raised if the thread is awake already
+                wake.release()
+            if wake in self._threads:
+                return call
+            try:
+                calls.remove(call)
+            except ValueError:  # the thread has begun the call
+                return call
+            # The thread had waited long enough, and has ended. Another one is needed.
+        if len(self._threads) >= self._most:
+            return None
+        run = threading.Thread(
+            target=self._run, args=(deque([call]),), name=self._name, daemon=True
+        )
+        try:
+            run.start()
+        except RuntimeError:  # raised if the system allows no more threads
+            return None
         return call
 
     def _run(self, calls: deque[Call]) -> None:
         wake = threading.Lock()
         wake.acquire()
-        self._threads.add(wake)
         while True:
-            while calls:
-                self._idle.pop(wake, None)
+            self._idle.pop(wake, None)
+            try:
                 call = calls.popleft()
-                call.make()
-                # The thread is idle before the caller learns of the result. So the caller's next
-                # call needs no further thread.
-                self._idle[wake] = calls
-                call.tell()
-                del call  # otherwise the result would stay in memory until the next call
-            if wake.acquire(timeout=_IDLE_S) or calls:
-                continue
-            if self._idle.pop(wake, None) is not None:
+            except IndexError:
+                if wake not in self._threads:
+                    return
+                # A caller that gives a call from now on sees that this thread is about to end. An
+                # earlier call is found by one more look.
                 self._threads.discard(wake)
-                return
-            # A caller has taken this thread. Either its call comes soon, or an interrupt came
-            # first, and the thread is idle again.
+                continue
+            self._threads.add(wake)
+            call.make()
+            # The thread is idle before the caller learns of the result. So the caller's next call
+            # needs no further thread.
             self._idle[wake] = calls
+            call.tell()
+            del call  # otherwise the result would stay in memory until the next call
+            wake.acquire(timeout=_IDLE_S)
