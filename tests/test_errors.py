@@ -241,6 +241,11 @@ AT_FIRST_BATCH = {
         "leaf:   int64[]   mesh: data=4",
         "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
     ),
+    "batch['leaf0']: record 3 holds |S2[], but other rows hold <U1[].": (
+        lambda: dicts(lambda i: "a" if i < 3 else "é".encode()).shard_to(data_mesh(4)),
+        "leaf:   |S2[]   mesh: data=4",
+        "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
+    ),
     "batch['leaf0']: record 2 has another structure than record 0: only record 0 has batch['leaf0'].": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
         "mesh:   data=4",
@@ -279,7 +284,9 @@ AT_FIRST_BATCH = {
         'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).',
     ),
     "batch['leaf0']: the leaf is a masked array, whose mask would be lost on the devices.": (
-        lambda: dicts(lambda i: np.ma.masked_array([i, i], [False, True])).shard_to(data_mesh(4)),
+        lambda: dicts(
+            lambda i: np.ma.masked_array([i, i], [False, True]) if i == 2 else np.array([i, i])
+        ).shard_to(data_mesh(4)),
         "leaf:   int64[2]   mesh: data=4",
         "call .filled(0) on the array in .map, and return the mask as another leaf.",
     ),

@@ -157,14 +157,19 @@ class RowStacker:
         Raises:
             ShardingError: The leaf has another shape or dtype in one of the rows.
         """
-        # The dtype of text has a width, which may differ between rows.
-        like, text = self.likes[i], self._is_text[i]
-        kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-        if not text and kinds == {self._kinds[i]}:
+        like, text, types = self.likes[i], self._is_text[i], set(map(type, column))
+        if text:
+            fits = not like.ndim and types == {type(like.item())}
+        else:
+            kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
+            fits = kinds == {self._kinds[i]} and np.ma.MaskedArray not in types
+        if fits:
             return
         for value, origin in zip(column, origins, strict=True):
-            array = np.asarray(value)
-            same_dtype = is_text(array) if text else array.dtype == like.dtype
+            (array,) = as_arrays([self.paths[i]], [value])
+            # The dtype of text has a width, which may differ between rows.
+            same_text = is_text(array) and _is_bytes(array) == _is_bytes(like)
+            same_dtype = same_text if text else array.dtype == like.dtype
             if array.shape != like.shape or not same_dtype:
                 raise ShardingError(
                     f"{self.name.format(origin)} holds {describe_leaf(array)}, but other rows hold"
@@ -289,6 +294,10 @@ class RowTemplate:
             f" the shapes of a row are unknown. The last error: {describe_error(error)}.\n"
             "  remedy: check the source and the functions of .map for the cause of that error."
         ) from error
+
+
+def _is_bytes(text: np.ndarray) -> bool:
+    return isinstance(next(text.flat, None), bytes)
 
 
 def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
