@@ -198,7 +198,8 @@ def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoRetur
         raise ShardingError(
             "the batch has no leaf with a leading axis.",
             path=ROOT,
-            remedy="call .batch(global_batch_size) before .shard_to.",
+            remedy="call .batch(global_batch_size) before .shard_to. A function of .map after"
+            " .batch must return arrays with a row per record.",
         )
     first_path, first = sized[0]
     path, array = next(pair for pair in sized if len(pair[1]) != len(first))

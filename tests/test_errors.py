@@ -318,7 +318,7 @@ AT_FIRST_BATCH = {
     "batch: the batch has no leaf with a leading axis.": (
         lambda: stream(grain.MapDataset.range(8).map(lambda i: {"x": i})).shard_to(data_mesh(4)),
         "mesh:   data=4",
-        "call .batch(global_batch_size) before .shard_to.",
+        "call .batch(global_batch_size) before .shard_to. A function of .map after .batch must return arrays with a row per record.",
     ),
     "a batch of 4 rows does not split into 8 shards.": (
         lambda: stream(numbered(8, 4)).shard_to(data_mesh(8), remainder="error"),

@@ -489,7 +489,7 @@ REFUSED = {
     ),
     "shards": (
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
-        'use a batch size of 8, or pass remainder="pad"',
+        'use a batch size of 12, or pass remainder="pad"',
     ),
     "no dataset": (
         lambda: grain_shard.feeds(lambda feed: [feed], num_feeds=4).batch(8).shard_to(data_mesh(4)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_or
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.padding import Remainder
-from grain_shard.sharding.layout import BatchLayout, describe_parts
+from grain_shard.sharding.layout import BatchLayout, describe_parts, round_up
 from grain_shard.trees import Batch
 
 
@@ -206,10 +207,11 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
     mesh_axes, up = layout.mesh_axes, layout.padded(ds.rows.global_batch_size)
     parts = describe_parts(layout.divisor, layout.microbatches)
     if remainder != "pad" and up != ds.rows.global_batch_size:
+        fits = round_up(up, math.lcm(layout.multiple, ds.rows.num_feeds))
         raise ShardingError(
             f"a batch of {ds.rows.global_batch_size} rows does not split into {parts}.",
             mesh_axes=mesh_axes,
-            remedy=f'use a batch size of {up}, or pass remainder="pad".',
+            remedy=f'use a batch size of {fits}, or pass remainder="pad".',
         )
     if ds.rows.num_feeds < groups:
         raise ShardingError(

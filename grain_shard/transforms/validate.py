@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,14 +101,18 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: `must_divide` is True, and the shards do not divide the batch size.
         """
-        self.check(ds.rows.global_batch_size)
+        self.check(ds.rows.global_batch_size, ds.rows.num_feeds)
         return ds
 
-    def check(self, global_batch_size: int) -> None:
-        """Checks one batch size, in rows.
+    def check(self, global_batch_size: int, num_feeds: int = 1) -> None:
+        """Checks one batch size.
 
         If the shards do not divide the size, it logs a warning, or raises. If `shortfall` finds too
         few rows in a shard, it warns.
+
+        Args:
+            global_batch_size: Rows of a batch.
+            num_feeds: Number of feeds that each give the same number of rows.
 
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.
@@ -118,8 +123,9 @@ class ValidateBatchSize(Stage):
             parts = describe_parts(self.divisor, self.microbatches)
             problem = f"a batch of {global_batch_size} rows does not split into {parts}"
             if self.must_divide:
+                fits = round_up(up, math.lcm(multiple, num_feeds))
                 raise ShardingError(
-                    f"{problem}.", remedy=f'use a batch size of {up}, or pass remainder="pad".'
+                    f"{problem}.", remedy=f'use a batch size of {fits}, or pass remainder="pad".'
                 )
             padding = up - global_batch_size
             logging.warning(
