@@ -207,8 +207,7 @@ def test_digests_tell_elements_apart_and_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ("/one/file", "/other/file")],
+    ("one", "other"), [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ("/one/file", "/other/file")]
 )
 def test_an_order_of_keys_and_the_folder_of_a_path_change_no_digest(one, other):
     assert element_digest(one) == element_digest(other)

@@ -92,21 +92,13 @@ FILES = {
         1,
         [files((0, 3)), [], files((4, 7)), []],
     ),
-    "shards out of order": (
-        ([0, 2], [1, 3]),
-        1,
-        [files((0, 1), (4, 5)), files((2, 3), (6, 7))],
-    ),
+    "shards out of order": (([0, 2], [1, 3]), 1, [files((0, 1), (4, 5)), files((2, 3), (6, 7))]),
     "hosts that hold some shards in common": (
         ([0, 1, 2], [1, 2, 3]),
         1,
         [files((0, 5)), files((6, 7))],
     ),
-    "a file for each microbatch": (
-        ([0], [1]),
-        2,
-        [files((0, 1), (4, 5)), files((2, 3), (6, 7))],
-    ),
+    "a file for each microbatch": (([0], [1]), 2, [files((0, 1), (4, 5)), files((2, 3), (6, 7))]),
 }
 
 

@@ -6,12 +6,12 @@ anything is: without that request it would hang.
 
 import collections
 import contextlib
+import functools
 import gc
 import itertools
 import pickle
 import sys
 import threading
-import weakref
 from types import SimpleNamespace
 
 import grain
@@ -332,45 +332,32 @@ class TestThreads:
         assert (first.result(), second.result()) == (0, 7)
 
     def test_where_no_thread_can_be_started_the_caller_reads(self, monkeypatch):
-        monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-none", 1))
-        hedged = HedgedSource(Source(2, lambda index, number: None))
-
         def start(thread):
             raise RuntimeError("can't start new thread")
 
+        hedged = HedgedSource(range(2))
+        monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-none", 1))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
             assert hedged[0] == 0
-        assert hedged[1] == 1
-        assert hedged.answered == 1  # of the thread; no call was left for it
+        assert (hedged[1], hedged.answered) == (1, 1)  # no call was left for the thread
 
-    def test_each_call_that_is_taken_begins_at_once(self):
-        before = sys.getswitchinterval()
+    @pytest.mark.parametrize("_", range(50))
+    def test_each_call_that_is_taken_begins_at_once(self, _, request):
+        request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
         sys.setswitchinterval(1e-6)
-        try:
-            for _ in range(100):
-                self.take_calls_of_six_threads_at_once()
-        finally:
-            sys.setswitchinterval(before)
-
-    def take_calls_of_six_threads_at_once(self):
         threads, release = DaemonThreads("grain-shard-few", 2), threading.Event()
         begun, taken, ready = threading.Semaphore(0), [], threading.Barrier(6)
 
-        def hang():
-            begun.release()
-            release.wait(HANG_S)
-
         def consumer():
             ready.wait(HANG_S)
-            taken.append(threads.call(hang))
+            taken.append(threads.call(lambda: (begun.release(), release.wait(HANG_S))))
 
         consumers = [threading.Thread(target=consumer) for _ in range(6)]
         for thread in consumers:
             thread.start()
         assert_ended(consumers)
-        for call in taken:
-            assert call is None or begun.acquire(timeout=HANG_S / 2)
+        assert all(call is None or begun.acquire(timeout=HANG_S / 2) for call in taken)
         release.set()
 
     def test_no_call_is_lost_where_threads_end_all_the_time(self, monkeypatch):
@@ -390,28 +377,6 @@ class TestThreads:
             thread.start()
         assert_ended(consumers)
         assert results == dict.fromkeys(range(6), 500)
-
-    def test_a_failed_read_is_freed_without_the_garbage_collector(self):
-        class Large:
-            pass
-
-        alive = []
-
-        def fail(index, number):
-            large = Large()
-            alive.append(weakref.ref(large))
-            raise OSError("lost")
-
-        hedged = HedgedSource(Source(8, fail))
-        gc.disable()
-        try:
-            for index in range(8):
-                with contextlib.suppress(OSError):
-                    hedged[index]
-            for ref in alive:
-                eventually(lambda ref=ref: ref() is None)
-        finally:
-            gc.enable()
 
     def test_they_end_soon_after_the_last_read(self):
         before = background_threads()

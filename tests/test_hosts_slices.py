@@ -70,8 +70,7 @@ def slice_of_host(host):
 def run_cases(cases):
     """On one host: of each case, its shards of an epoch's batches, and which records it read."""
     with mock.patch(
-        "grain_shard.sharding.slices.slice_of",
-        lambda device: slice_of_host(device.process_index),
+        "grain_shard.sharding.slices.slice_of", lambda device: slice_of_host(device.process_index)
     ):
         return {name: run_case(case) for name, case in cases.items()}
 

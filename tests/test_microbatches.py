@@ -38,11 +38,7 @@ def test_padding_is_at_the_end(num_records, microbatches, expected):
 
 
 def record(i):
-    return {
-        "id": np.int32(i),
-        "tokens": np.arange(8, dtype=np.float32) + i,
-        "name": f"record {i}",
-    }
+    return {"id": np.int32(i), "tokens": np.arange(8, dtype=np.float32) + i, "name": f"record {i}"}
 
 
 def records(num_records):

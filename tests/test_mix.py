@@ -73,10 +73,7 @@ weights_of = st.lists(st.integers(0, 12), min_size=4, max_size=4).filter(any)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    steps=st.lists(st.integers(1, 60), max_size=3),
-    data=st.data(),
-)
+@given(steps=st.lists(st.integers(1, 60), max_size=3), data=st.data())
 def test_no_dataset_is_ever_a_whole_record_from_its_share_since_the_last_change(steps, data):
     starts = [0, *itertools.accumulate(steps)]
     weights = {start: data.draw(weights_of) for start in starts}
