@@ -293,7 +293,13 @@ class TaskStage(OrderedResults[T]):
                 self._pace.begun(start)
         processor_start = time.thread_time()
         for number, result in task.run():
-            self._deliver(number, result)
+            if isinstance(result, Raised):
+                # After an error no further result begins. The threads go on, because earlier
+                # results may be unfinished.
+                with self._lock:
+                    self._tasks.end()
+                self._room_came.ring()
+            self._put(number, result)
         processor_s = time.thread_time() - processor_start
         with self._lock:
             may_draw = self._tasks.done(task)
@@ -308,15 +314,6 @@ class TaskStage(OrderedResults[T]):
             self._start_more()
         return True
 
-    def _deliver(self, number: int, result: T | Raised) -> None:
-        if isinstance(result, Raised):
-            # After an error no further result begins. The threads go on, because earlier results
-            # may be unfinished.
-            with self._lock:
-                self._tasks.end()
-            self._room_came.ring()
-        self._put(number, result)
-
     def _end(self, final: Raised) -> bool:
         """Puts an error or the end after the last result that was begun.
 
@@ -324,7 +321,7 @@ class TaskStage(OrderedResults[T]):
             False, so that the calling thread ends.
         """
         self._is_over = True
-        self._deliver(self._begun, final)
+        self._put(self._begun, final)
         self._wake_all()
         return False
 

@@ -331,8 +331,10 @@ class ReadPace(Pace):
         """Adds the time since the last call to the sums of the window."""
         waits = [self._waits.popleft() for _ in range(len(self._waits))]
         for until, more in (*waits, (now, 0)):
-            if self._window is not None:
-                self._window.until(until, self._active, self._waiting > 0)
+            if (window := self._window) is not None:
+                passed, window.now = until - window.now, until
+                window.active_s += passed * self._active
+                window.starved_s += passed * (self._waiting > 0)
             self._waiting += more
 
     def _is_over(self, window: _Sums, seconds: float) -> bool:
@@ -362,16 +364,4 @@ class _Sums:
         self.start, self.process_start = start, process_start
         self.active_s = self.starved_s = self.wall_s = self.processor_s = 0.0
         self.records = self.tasks = 0
-        self._now = start
-
-    def until(self, now: float, active: int, starved: bool) -> None:
-        """Adds the time from the last call of this method until now to the sums.
-
-        Args:
-            now: The time in seconds.
-            active: Number of reads that were unfinished in this time.
-            starved: True if a consumer waited in this time.
-        """
-        passed, self._now = now - self._now, now
-        self.active_s += passed * active
-        self.starved_s += passed * starved
+        self.now = start  # the sums are up to this time

@@ -8,6 +8,7 @@ twice.
 from __future__ import annotations
 
 import functools
+import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class Cuts:
 
     def cut(self, step: int) -> Cut:
         """Returns the records of the batch with number `step`."""
-        after = bisect_right(self._stretches, step, key=lambda s: s.start.step)
+        after = bisect_right(self._stretches, step, key=operator.attrgetter("start.step"))
         return self._stretches[after - 1].cut(step)
 
     def progress(self, step: int) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
@@ -239,7 +240,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
             f"the batch is a {type(padded).__name__}, but only a dict can hold the mask.",
             remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",
         )
-    if not all(isinstance(key, str) for key in padded):
+    if not all(map(isinstance, padded, itertools.repeat(str))):
         batch.refuse(
             "the keys of the batch are not strings, so JAX cannot sort the mask's key among them.",
             remedy=f"give records string keys in .map, or pass {_NO_MASK}",

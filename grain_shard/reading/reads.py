@@ -65,9 +65,11 @@ class Reads(Tasks[tuple[Batch, Progress]]):
     @property
     def room_wanted(self) -> int:
         sequence = self._sequence
-        if self._left or (self._contents and sequence.begun) or sequence.is_inside_a_batch:
+        has_ended = sequence.end is not None
+        if self._left or (self._contents and sequence.begun) or (sequence.next and not has_ended):
             return 0
-        if not sequence.batches_left:
+        batches_left = 0 if has_ended else sequence.num_batches - sequence.begun
+        if not batches_left:
             # All records are drawn, but a read under way may hand some of them back. Until all
             # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
             # After that, no room is wanted, and the next `draw` reports the end.
@@ -79,7 +81,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         # most. During the call, the loop trains on the other batches of the buffer and on the
         # batches on the devices.
         batches = self._records_at_a_time() // self._batch_size
-        return min(sequence.batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
+        return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
     def draw(self, room: int) -> Read | Contents | None:
         begun = self._sequence.begun
@@ -155,7 +157,9 @@ class _Sequence:
         faults: The rules for failed reads.
 
     Attributes:
+        num_batches: Number of batches.
         begun: Number of batches from which records were taken.
+        next: The records of the last begun batch that no read has yet; None if there are none.
         most_at_a_time: Largest number of records of a read, if records are read one by one. It
             follows from the size of a row.
         end: StopIteration, or the error that was raised when the next batch was begun. It is raised
@@ -164,20 +168,11 @@ class _Sequence:
     """
 
     def __init__(self, batching: Batching, indices: range, faults: Faults):
-        self._builders, self._num_batches = _builders(batching, indices, faults), len(indices)
-        self._next: Part | None = None  # records of the last begun batch that no read has yet
+        self._builders = _builders(batching, indices, faults)
+        self.num_batches: int = len(indices)
         self.begun, self.most_at_a_time = 0, 1
+        self.next: Part | None = None
         self.end: BaseException | None = None
-
-    @property
-    def is_inside_a_batch(self) -> bool:
-        """True if the next record belongs to a batch that is already begun."""
-        return self._next is not None and self.end is None
-
-    @property
-    def batches_left(self) -> int:
-        """Number of batches that can still be begun."""
-        return self._num_batches - self.begun if self.end is None else 0
 
     def take(self, most: int, room: int) -> list[Part]:
         """Takes the next records, and begins their batches.
@@ -192,18 +187,18 @@ class _Sequence:
             A list of ranges, one for each batch; empty if no record can be taken.
         """
         parts = list[Part]()
-        last = min(self.begun + room, self._num_batches)
-        while most > 0 and self.end is None and (self._next or self.begun < last):
-            if self._next is None:
+        last = min(self.begun + room, self.num_batches)
+        while most > 0 and self.end is None and (self.next or self.begun < last):
+            if self.next is None:
                 try:
                     builder = next(self._builders)
                 except BaseException as error:
                     self.end = Raised.of(error).error
                     break
                 self.begun, self.most_at_a_time = self.begun + 1, builder.template.rows_at_a_time
-                self._next = Part(builder, 0, builder.size)
-            drawn, rest = self._next.cut(most)
-            self._next = rest[0] if rest else None
+                self.next = Part(builder, 0, builder.size)
+            drawn, rest = self.next.cut(most)
+            self.next = rest[0] if rest else None
             most -= drawn.stop - drawn.start
             parts.append(drawn)
         return parts

@@ -99,7 +99,8 @@ class DaemonThreads:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        # A thread is known by a lock, which is released to wake the thread.
+        # The threads, without one that is about to end. A thread is known by a lock, which is
+        # released to wake the thread.
         self._threads = set[threading.Lock]()
         # The idle threads, and where each finds its next call. The last one is woken first.
         self._idle = dict[threading.Lock, deque[Call]]()
