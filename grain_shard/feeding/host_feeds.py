@@ -22,8 +22,7 @@ from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
-from grain_shard.reading.padding import Remainder
-from grain_shard.sharding.layout import BatchLayout, describe_parts, round_up
+from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
 
 
@@ -189,30 +188,20 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
         )
 
 
-def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: Remainder) -> None:
+def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
     """Raises an error if the hosts of a mesh cannot divide the feeds among them.
 
     Args:
         ds: The batches of all feeds.
         layouts: The rows of each host, by the host's number.
-        remainder: The option `remainder` of `shard_to`. Only "pad" allows padding in each batch.
 
     Raises:
-        ShardingError: There are fewer feeds than hosts that hold different rows; all rows of a host
-            would be padding; or the batch size is not a multiple of the shards and `remainder` is
-            not "pad".
+        ShardingError: There are fewer feeds than hosts that hold different rows, or all rows of a
+            host would be padding.
     """
     layout = next(iter(layouts.values()))  # all layouts have the same mesh axes and divisor
     groups = len({of_host.shards for of_host in layouts.values()})
     mesh_axes, up = layout.mesh_axes, layout.padded(ds.rows.global_batch_size)
-    parts = describe_parts(layout.divisor, layout.microbatches)
-    if remainder != "pad" and up != ds.rows.global_batch_size:
-        fits = round_up(up, math.lcm(layout.multiple, ds.rows.num_feeds))
-        raise ShardingError(
-            f"a batch of {ds.rows.global_batch_size} rows does not split into {parts}.",
-            mesh_axes=mesh_axes,
-            remedy=f'use a batch size of {fits}, or pass remainder="pad".',
-        )
     if ds.rows.num_feeds < groups:
         raise ShardingError(
             f"num_feeds={ds.rows.num_feeds} is too small for {groups} hosts with different rows.",
@@ -224,7 +213,9 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
         if of_host.shards[0] * (up // layout.multiple) >= ds.rows.global_batch_size:
             raise ShardingError(
                 f"host {host} would hold only rows of padding: a batch of"
-                f" {ds.rows.global_batch_size} rows is split into {parts}.",
+                f" {ds.rows.global_batch_size} rows is split into"
+                f" {describe_parts(layout.divisor, layout.microbatches)}.",
                 mesh_axes=mesh_axes,
-                remedy=f"use a batch size that is a multiple of {layout.multiple}.",
+                remedy="use a batch size that is a multiple of"
+                f" {math.lcm(layout.multiple, ds.rows.num_feeds)}.",
             )

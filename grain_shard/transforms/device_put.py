@@ -103,7 +103,7 @@ class DevicePut(Settings, Stage):
         if ds.rows.layout is None:
             ds = ds.of_host(self.shardings.layout())
         layouts = self.shardings.layouts()
-        check_feeds(ds, layouts, self.remainder)
+        check_feeds(ds, layouts)
         warn_of_shared_feeds(ds, layouts)
         rules = fault_rules_of(ds, layouts, self.fault_rules)
         run = FeedRun(self.num_threads, self.num_workers, self.cpu_buffer_size, rules)
