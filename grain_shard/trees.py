@@ -29,7 +29,7 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
-    leaves, structure = leaves_of(tree)
+    leaves, structure = leaves_of(tree, root)
     paths = [path_of(keys, root) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return paths, leaves, structure
 
@@ -44,8 +44,12 @@ def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
     return root + jax.tree_util.keystr(tuple(keys))
 
 
-def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+def leaves_of(tree: Any, root: str = ROOT) -> tuple[list[Any], Any]:
     """Returns the leaves and the structure of a tree. This is faster than `flatten`.
+
+    Args:
+        tree: The tree.
+        root: The first part of the path in a message.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -59,9 +63,9 @@ def leaves_of(tree: Any) -> tuple[list[Any], Any]:
                 raise ShardingError(
                     f"the keys {', '.join(map(repr, node))} cannot be sorted, and JAX sorts the"
                     " leaves of a dict by key.",
-                    path=path_of(keys),
+                    path=path_of(keys, root),
                     leaf=describe_leaf(node),
-                    remedy="use keys of one type in .map, such as strings.",
+                    remedy="use keys of one type, such as strings.",
                 ) from None
         raise
 
@@ -81,16 +85,21 @@ def is_text(leaf: Any) -> bool:
         return False
     # NumPy's string dtypes drop NULs at the end of a string. So an array of Python strings, which
     # keeps them, is also text.
-    as_objects = leaf.dtype.kind == "O" and all(isinstance(text, str | bytes) for text in leaf.flat)
+    as_objects = leaf.dtype.kind == "O" and any(
+        all(isinstance(text, kind) for text in leaf.flat) for kind in (str, bytes)
+    )
     return leaf.dtype.kind in "US" or as_objects
 
 
-def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
+def as_arrays(
+    paths: Sequence[str], leaves: Iterable[Any], name: str = "the leaf"
+) -> list[np.ndarray]:
     """Returns the leaves as NumPy arrays, of numbers that JAX can hold or of text.
 
     Args:
         paths: The paths of the leaves, for messages.
         leaves: The leaves.
+        name: Name of a leaf in messages.
 
     Raises:
         ShardingError: A leaf is ragged, a masked array, of Python objects or PRNG keys, or of
@@ -104,20 +113,23 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
             array = np.empty((), object)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
-            problem = "the leaf is a masked array, whose mask would be lost on the devices."
-            remedy = "call .filled(0) on the array in .map, and return the mask as another leaf."
+            problem = f"{name} is a masked array, whose mask would be lost on the devices."
+            remedy = (
+                "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another"
+                " leaf."
+            )
         elif array.dtype.kind == "O" and isinstance(leaf, jax.Array):
-            problem = "the leaf holds typed PRNG keys of JAX, which NumPy cannot hold."
+            problem = f"{name} holds typed PRNG keys of JAX, which NumPy cannot hold."
             remedy = (
                 "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in"
                 " the training step, by jax.random.wrap_key_data."
             )
         elif array.dtype.kind == "O" and not is_text(array):
-            problem = "the leaf holds Python objects, such as None or rows of different lengths."
+            problem = f"{name} holds Python objects, such as None or rows of different lengths."
             remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
         elif not (is_text(array) or is_numeric(array.dtype)):
-            problem = f"JAX has no dtype {array.dtype}."
-            remedy = "convert the leaf in .map to a dtype of JAX, such as .astype(np.float32)."
+            problem = f"{name} has a dtype that JAX lacks: {array.dtype}."
+            remedy = "convert numbers in .map by .astype(np.float32), and text by .astype(str)."
             if not array.dtype.isnative:
                 remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
         if problem:
@@ -131,13 +143,15 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 def is_numeric(dtype: np.dtype) -> bool:
     """Returns True if JAX can hold the dtype: booleans and numbers, including ml_dtypes.
 
-    The result is False for a byte order that is not the machine's, and for NumPy's long doubles.
+    The result is False for a byte order that is not the machine's, for NumPy's long doubles, and
+    for text.
     """
     try:
         jax.eval_shape(lambda x: x, np.empty((), dtype))
     except TypeError:
         return False
-    return dtype != jax.dtypes.float0  # `eval_shape` accepts float0, but no device can hold it
+    # `eval_shape` accepts float0 and NumPy's StringDType, but no accelerator can hold them.
+    return dtype != jax.dtypes.float0 and dtype.kind != "T"
 
 
 @dataclass(frozen=True)

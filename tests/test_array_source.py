@@ -204,6 +204,7 @@ BAD_ARRAYS = {
     "masked": ({"a": np.ma.masked_array(np.zeros(2), [0, 1])}, "arrays['a']", "masked array"),
     "lists": ({"a": [1, 2]}, "arrays['a'][0]", "the leaf is not an array"),
     "None alone": ({"a": None}, "the tree of arrays is empty", "remedy"),
+    "keys": ({"a": jax.random.split(jax.random.key(0))}, "arrays['a']", "a dtype that NumPy lacks"),
     "a table": ({"a": Table()}, "arrays['a']", "in which leaf[i] need not be record i"),
     "no leaf": ({}, "", "the tree of arrays is empty"),
 }

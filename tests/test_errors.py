@@ -246,6 +246,13 @@ AT_FIRST_BATCH = {
         "leaf:   |S2[]   mesh: data=4",
         "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
     ),
+    "batch['leaf0']: in record 3, the leaf holds Python objects, such as None or rows of different lengths.": (
+        lambda: dicts(lambda i: np.array(["a", "b" if i < 3 else b"b"], object)).shard_to(
+            data_mesh(4)
+        ),
+        "leaf:   object[2]   mesh: data=4",
+        "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
+    ),
     "batch['leaf0']: record 2 has another structure than record 0: only record 0 has batch['leaf0'].": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
         "mesh:   data=4",
@@ -256,39 +263,42 @@ AT_FIRST_BATCH = {
         "leaf:   list   mesh: data=4",
         'turn the list into an array: call .with_format("numpy") on a Hugging Face dataset, or np.array(list) in .map before .batch.',
     ),
-    "batch['leaf0']: JAX has no dtype [('float0', 'V')].": (
+    "batch['leaf0']: the leaf has a dtype that JAX lacks: [('float0', 'V')].": (
         lambda: dicts(lambda i: np.zeros(2, jax.dtypes.float0)).shard_to(data_mesh(4)),
         "leaf:   [('float0', 'V')][2]   mesh: data=4",
-        "convert the leaf in .map to a dtype of JAX, such as .astype(np.float32).",
+        "convert numbers in .map by .astype(np.float32), and text by .astype(str).",
     ),
     "batch['leaf0']: the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
         lambda: dicts(lambda i: {"a": i, 1: i}).shard_to(data_mesh(4)),
         "leaf:   dict   mesh: data=4",
-        "use keys of one type in .map, such as strings.",
+        "use keys of one type, such as strings.",
     ),
     "batch: the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
         lambda: grain_shard.from_iterable(
             [{"a": np.arange(4), 1: np.arange(4)}], rows="global"
         ).shard_to(data_mesh(4)),
         "leaf:   dict   mesh: data=4",
-        "use keys of one type in .map, such as strings.",
+        "use keys of one type, such as strings.",
     ),
-    "batch['leaf0']: JAX has no dtype datetime64[D].": (
+    "batch['leaf0']: the leaf has a dtype that JAX lacks: datetime64[D].": (
         lambda: dicts(lambda i: np.datetime64("2026-01-01")).shard_to(data_mesh(4)),
         "leaf:   datetime64[D][]   mesh: data=4",
-        "convert the leaf in .map to a dtype of JAX, such as .astype(np.float32).",
+        "convert numbers in .map by .astype(np.float32), and text by .astype(str).",
     ),
-    "batch['leaf0']: JAX has no dtype >i4.": (
+    "batch['leaf0']: the leaf has a dtype that JAX lacks: StringDType().": (
+        lambda: dicts(lambda i: np.array(["a"], np.dtypes.StringDType())).shard_to(data_mesh(4)),
+        "leaf:   StringDType()[1]   mesh: data=4",
+        "convert numbers in .map by .astype(np.float32), and text by .astype(str).",
+    ),
+    "batch['leaf0']: the leaf has a dtype that JAX lacks: >i4.": (
         lambda: dicts(lambda i: np.array(i, ">i4")).shard_to(data_mesh(4)),
         "leaf:   >i4[]   mesh: data=4",
         'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).',
     ),
-    "batch['leaf0']: the leaf is a masked array, whose mask would be lost on the devices.": (
-        lambda: dicts(
-            lambda i: np.ma.masked_array([i, i], [False, True]) if i == 2 else np.array([i, i])
-        ).shard_to(data_mesh(4)),
-        "leaf:   int64[2]   mesh: data=4",
-        "call .filled(0) on the array in .map, and return the mask as another leaf.",
+    "batch['leaf0']: in record 2, the leaf is a masked array, whose mask would be lost on the devices.": (
+        lambda: dicts(lambda i: np.ma.array([1.5], mask=i == 2)[0]).shard_to(data_mesh(4)),
+        "leaf:   float64[]   mesh: data=4",
+        "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another leaf.",
     ),
     "batch['x']: batch 0 has 4 rows, but is made of 8 records: a transformation after .batch changes the number of rows.": (
         lambda: numbered(16, 8).map(lambda b: {"x": b["id"][::2]}).shard_to(data_mesh(4)),

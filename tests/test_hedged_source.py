@@ -279,7 +279,7 @@ class TestTheSameSource:
         ids=["a generator", "a class"],
     )
     def test_what_has_no_items_is_refused(self, given, kind):
-        with pytest.raises(ShardingError, match=f"a {kind}, which has no records by index"):
+        with pytest.raises(ShardingError, match=f"a {kind}, which is no source of records"):
             HedgedSource(given)
 
 
@@ -395,9 +395,10 @@ class Source:
         return 8
 
     def __getitem__(self, index):
-        if index == 7:
+        if index > 5:
             began.set()
-            threading.Event().wait()
+            (threading.Event().wait if index == 7 else threading.main_thread().join)()
+            print(index, flush=True)
         return index
 
 began, hedged = threading.Event(), HedgedSource(Source())
@@ -409,11 +410,11 @@ if HOW == "fork":
         print(hedged[5], flush=True)
         os._exit(0)
 else:
-    threading.Thread(target=lambda: hedged[7], daemon=True).start()
+    threading.Thread(target=lambda: hedged[HOW], daemon=True).start()
     began.wait()
 """
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5\n"), ("exit", "3\n")])
-    def test_neither_a_fork_nor_a_read_that_never_ends_hangs(self, how, said, tmp_path):
+    @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5\n"), (6, "3\n6\n"), (7, "3\n")])
+    def test_the_program_ends_after_a_fork_and_late_reads(self, how, said, tmp_path):
         assert run(f"HOW = {how!r}\n{self.SCRIPT}", tmp_path / "script.py") == (0, said, "")

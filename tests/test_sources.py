@@ -276,6 +276,10 @@ REFUSED = [
     ("data/train-0[5:2]", ValueError, r"range \[5:2\] of 'data/train-0' ends before"),
     (["data/train-0", "data/train-*"], ValueError, f"'data/train-0' {TWICE}"),
     (["data/train-0[0:2]", "data/train-0[0:2]"], ValueError, f"'data/train-0.*' {TWICE}"),
+    (["data/train-0[0:2]", "data/train-0[1:3]"], ValueError, f"'data/train-0' {TWICE}"),
+    (["data/train-0", "./data/train-0"], ValueError, f"'data/train-0' {TWICE}"),
+    ("data/none-*[0:2]", FileNotFoundError, "no file matches 'data/none-"),
+    ("data/more[0:1]", FileNotFoundError, "no file in the folder 'data/more'"),
     (["data/img-2.array_record", "data"], ValueError, f"'data/img-2.array_record' {TWICE}"),
     (["data/train-0", "data/dataset_info.json"], RuntimeError, "info.json' cannot be read"),
     ("gs://bucket/img-*", ValueError, NO_URL),
@@ -292,9 +296,9 @@ def test_what_cannot_be_read_is_refused_at_once(tree, given, error, message):
         ArrayRecordSource(given)
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused_by_name(tree):
-    with pytest.raises(RuntimeError, match="'data/more' cannot be read"):
-        ArrayRecordSource("data/more[0:1]")[0]
+def test_a_range_past_the_end_of_its_file_is_named(paths):
+    with pytest.raises(ValueError, match="of-00004' has 7 records, so it has no record 9"):
+        ArrayRecordSource(f"{paths[0]}[0:10]")[9]
 
 
 @pytest.mark.parametrize(
@@ -376,9 +380,9 @@ def bucket(paths, monkeypatch):
 
 
 def test_an_object_of_a_google_bucket_is_read_by_its_url(bucket):
-    source = ArrayRecordSource(["gs://bucket/train-0", "gs://bucket/train-0[3:5]"])
-    assert len(source) == SIZES[2] + 2
-    assert list(source._getitems([0, 21])) == [record(8), record(12)]
+    source = ArrayRecordSource(["gs://bucket/train-0[0:3]", "gs://bucket/train-0[3:5]"])
+    assert len(source) == 5
+    assert list(source._getitems([0, 4])) == [record(8), record(12)]
     with pytest.raises(
         RuntimeError,
         match=r"gs://bucket/missing.*404(.|\n)*can reach the bucket and read the object",
@@ -417,11 +421,14 @@ def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monke
 
     reader.use(Noted)
     monkeypatch.setattr(array_record_source.resource, "getrlimit", lambda kind: (6, 6))
+    monkeypatch.setattr(array_record_source, "_open_files", [])
     source = ArrayRecordSource(paths)
     assert (len(opened), len(alive)) == (4, 3)
-    assert list(source) == [record(i) for i in range(TOTAL)]
-    assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
-    assert len(alive) == 3
+    others = [source, ArrayRecordSource(paths), ArrayRecordSource(paths[:2])]
+    for one in others:
+        assert list(one) == [record(i) for i in range(len(one))]
+        assert list(one._getitems(range(len(one)))) == [record(i) for i in range(len(one))]
+        assert len(alive) <= 4
 
 
 @pytest.mark.parametrize("what", ["open", "read"])

@@ -299,7 +299,8 @@ class Route:
             del found
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
-        elements = [] if isinstance(result, Mapping) else result
+        is_sequence = hasattr(result, "__iter__") and not isinstance(result, Mapping)
+        elements = result if is_sequence else []
         if not isinstance(elements, ArrayRows):
             elements = list(elements)
         if len(elements) != len(indices):

@@ -162,17 +162,19 @@ class RowStacker:
             fits = not like.ndim and types == {type(like.item())}
         else:
             kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-            fits = kinds == {self._kinds[i]} and np.ma.MaskedArray not in types
+            is_masked = any(issubclass(kind, np.ma.MaskedArray) for kind in types)
+            fits = kinds == {self._kinds[i]} and not is_masked
         if fits:
             return
         for value, origin in zip(column, origins, strict=True):
-            (array,) = as_arrays([self.paths[i]], [value])
+            name = self.name.format(origin)
+            (array,) = as_arrays([self.paths[i]], [value], f"in {name}, the leaf")
             # The dtype of text has a width, which may differ between rows.
             same_text = is_text(array) and _is_bytes(array) == _is_bytes(like)
             same_dtype = same_text if text else array.dtype == like.dtype
             if array.shape != like.shape or not same_dtype:
                 raise ShardingError(
-                    f"{self.name.format(origin)} holds {describe_leaf(array)}, but other rows hold"
+                    f"{name} holds {describe_leaf(array)}, but other rows hold"
                     f" {like.dtype}[{', '.join(map(str, like.shape))}].",
                     path=self.paths[i],
                     leaf=describe_leaf(array),
@@ -312,6 +314,8 @@ def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
         ends in a NUL character, which NumPy's string dtype would drop.
     """
     texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
+    # NumPy would take the result of `str` for the text, which an enum of strings changes.
+    texts = [str.__str__(text) if isinstance(text, str) else text for text in texts]
     # NumPy's string dtypes drop NUL characters at the end of a string. Such strings stay objects.
     ends_in_nul = any(text[-1:] in ("\0", b"\0") for text in texts)
     return np.array(texts, object if ends_in_nul else dtype.type).reshape(objects.shape)

@@ -8,6 +8,7 @@ always replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,7 +158,9 @@ class ShardingTree:
         devices = set().union(*(sharding.device_set for sharding in self.shardings()))
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 
-    def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
+    def way_to_read(
+        self, read: Read, *global_batch_sizes: int, num_feeds: int = 1
+    ) -> Literal["needed", "once"]:
         """Returns "needed" or "once" for the argument `read` of `shard_to`.
 
         "needed" means that each host reads the rows that its devices need. "once" means that each
@@ -168,6 +171,7 @@ class ShardingTree:
         Args:
             read: "auto", "needed" or "once".
             *global_batch_sizes: Rows of a batch before padding: every size that batches have.
+            num_feeds: Number of feeds that each give the same number of rows.
 
         Raises:
             ShardingError: `read` is "once", and the devices do not divide a padded batch.
@@ -190,7 +194,8 @@ class ShardingTree:
                 f'read="once" splits each batch over all devices, but {size} rows do not split into'
                 f" {parts}.",
                 mesh_axes=self.mesh_axes,
-                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or pass"
+                remedy="use a batch size of"
+                f" {round_up(size, math.lcm(spread.multiple, num_feeds))}, or pass"
                 ' read="auto", which uses "once" only if the batch size allows it.',
             )
         return read

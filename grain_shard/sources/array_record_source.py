@@ -7,13 +7,16 @@ import errno
 import functools
 import glob
 import itertools
+import math
 import operator
 import os
 import re
 import resource
+import sys
 import threading
 import time
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -26,11 +29,21 @@ from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
+
+def _most_open() -> int:
+    """Returns half of the files that the process may open. The other half is for other uses."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if most == resource.RLIM_INFINITY else most // 2
+
+
 # These threads open and read files for all sources of this process. There have to be many of them.
 # If the calls of a few threads of a pipeline occupied them all, a further thread of the pipeline
 # would bring no gain, and the pipeline would choose to use few threads. With 64 threads instead of
 # 256, a mount with a latency of 20 ms gave half the records per second.
-_HELPERS = DaemonThreads("grain-shard-files", 256)
+_HELPERS = DaemonThreads("grain-shard-files", min(256, _most_open() // 2))
+# The open files of each source of this process, as caches from paths to readers. The list has weak
+# references, which leave it when their caches are gone.
+_open_files: list[weakref.ref[Any]] = []
 # A file in the page cache answers in some 10 us, and a thread costs more than that. So files are
 # read side by side only after the first few files have taken this long together, in seconds.
 _PATIENCE_S = 5e-3
@@ -68,9 +81,9 @@ class ArrayRecordSource:
     has only ``__getitems__``, which Grain does not call.
 
     When the source is made, files whose records must be counted are opened side by side. Files stay
-    open for later reads, because opening a file takes several round trips on a mounted bucket. At
-    most half of the files that the process may open (``ulimit -n``) are open. Beyond that, the
-    least recently read file is closed, and opened again when it is needed.
+    open for later reads, because opening a file takes several round trips on a mounted bucket. All
+    sources together keep at most about half of the files open that the process may open (``ulimit
+    -n``). Beyond that, files are closed, and opened again when they are needed.
 
     Example:
         >>> import tempfile
@@ -88,7 +101,8 @@ class ArrayRecordSource:
     Args:
         paths: A path, or several paths in a list. A path is a file; a pattern, e.g.
             ``"data/**/img-*"``; a folder, for the files in it with "array_record" or "arrayrecord"
-            in their names; a file and a range of its records, e.g. ``"data/img-0[100:200]"``; a
+            in their names; one of these and a range of records of each file, e.g.
+            ``"data/img-0[100:200]"``; a
             `FileInstruction` of TensorFlow Datasets; or the URL of one object of a Google bucket,
             e.g. ``"gs://bucket/img-0"``. The files of a pattern or a folder are sorted. Several
             paths keep the given order. ``~`` is the home folder. array_record itself reads the
@@ -100,8 +114,8 @@ class ArrayRecordSource:
         FileNotFoundError: A file does not exist, or no file matches a pattern.
         RuntimeError: A file cannot be opened, or is not an ArrayRecord file.
         TypeError: An argument is not a path.
-        ValueError: No path is given, a file is given twice, a URL cannot be opened, or a range ends
-            before it begins.
+        ValueError: No path is given, a record is given twice, a URL cannot be opened, or a range
+            ends before it begins.
     """
 
     def __init__(
@@ -117,13 +131,18 @@ class ArrayRecordSource:
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
         self._parts = list(itertools.chain(*_side_by_side(_parts_of, list(zip(given)))))
-        part, times = Counter(self._parts).most_common(1)[0]
-        if times > 1:
-            raise ValueError(
-                f"{part.path!r} is among the files twice, so its records would be read twice.\n"
-                "  remedy: remove one of the two entries of paths (a path, a pattern or a folder)"
-                " that name the file. To give records a larger weight, use grain_shard.mix."
-            )
+        ranges = sorted(
+            (os.path.abspath(path), start, math.inf if stop is None else stop, path)
+            for path, start, stop in self._parts
+        )
+        for (file, _, stop, _), (next_file, start, _, path) in itertools.pairwise(ranges):
+            if file == next_file and start < stop:
+                raise ValueError(
+                    f"{path!r} is among the files twice, so its records would be read twice.\n"
+                    "  remedy: remove one of the two entries of paths (a path, a pattern, a folder"
+                    " or a range) that name the records. To give records a larger weight, use"
+                    " grain_shard.mix."
+                )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
         # A record's position in its file is its index in the source plus the shift of its part. The
@@ -183,8 +202,13 @@ class ArrayRecordSource:
         try:
             return self._reader(path).read(positions)
         except (RuntimeError, ValueError) as error:
-            if _MAY_HEAL.search(str(error)):
+            if _MAY_HEAL.search(str(error).replace(path, "")):
                 raise OSError(f"{path}: {error}") from error
+            if "out of bound" in str(error):
+                raise ValueError(
+                    f"{path!r} has {self._reader(path).num_records()} records, so it has no record"
+                    f" {max(positions)}.\n  remedy: correct the range of the file's records."
+                ) from error
             raise
 
     @functools.cached_property
@@ -193,13 +217,11 @@ class ArrayRecordSource:
 
         A reader that the cache drops may still be in use.
         """
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        unlimited = most == resource.RLIM_INFINITY
         # The cache has no lock while a file is opened, so that no thread waits for another one. Two
         # threads that ask for the same file at once may both open it. One reader is then dropped.
-        return functools.lru_cache(None if unlimited else most // 2)(
-            functools.partial(open_file, self._options)
-        )
+        readers = functools.lru_cache(_most_open())(functools.partial(_opened, self._options))
+        _open_files.append(weakref.ref(readers, _open_files.remove))
+        return readers
 
     def __getstate__(self) -> dict[str, Any]:
         # Open readers are not pickled: another process opens the files itself.
@@ -227,7 +249,7 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     elif not isinstance(given, str | os.PathLike):
         raise TypeError(f"{given!r} is not a path: pass a str or a pathlib.Path")
     elif records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path := os.path.expanduser(given)):
-        files, start, stop = [records[1]], int(records[2]), int(records[3])
+        files, start, stop = find_files(records[1]), int(records[2]), int(records[3])
     else:
         files = find_files(path)
     if stop is not None and start > stop:
@@ -244,6 +266,15 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
                 " or write a source of your own (docs/buckets.md)."
             )
     return [_Part(file, start, stop) for file in files]
+
+
+def _opened(options: str, path: str) -> Any:
+    caches = [cache for ref in _open_files.copy() if (cache := ref())]
+    # A single cache closes the least recently read file itself.
+    if sum(cache.cache_info().currsize for cache in caches) > _most_open():
+        for cache in caches:
+            cache.cache_clear()
+    return open_file(options, path)
 
 
 def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -102,16 +102,20 @@ class ArraySource:
 
 
 def _checked(path: str, array: Any) -> Any:
-    if isinstance(array, jax.Array):
-        array = np.asarray(array)
     problem = None
+    try:
+        if isinstance(array, jax.Array):
+            array = np.asarray(array)
+        holds_objects = np.dtype(getattr(array, "dtype", None)).hasobject
+    except TypeError:  # for typed PRNG keys (JAX), or a dtype of another library
+        problem, holds_objects = "the leaf has a dtype that NumPy lacks.", False
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         problem = "the leaf is not an array."
     elif not array.shape:
         problem = "the leaf is a scalar, so it has no axis along which records could lie."
     elif isinstance(array, np.matrix) or hasattr(array, "iloc") or hasattr(array, "tocsr"):
         problem = "the leaf is a matrix or a pandas Series, in which leaf[i] need not be record i."
-    elif np.dtype(array.dtype).hasobject:
+    elif holds_objects:
         problem = "the leaf holds Python objects."
     elif isinstance(array, np.ma.MaskedArray):
         problem = "the leaf is a masked array, whose mask would be lost on the devices."

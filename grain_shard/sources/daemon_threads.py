@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 # A thread ends after it has waited this long for a call, in seconds.
 _IDLE_S = 0.1
+# At its end, the program waits for these threads this long at most, in seconds.
+_EXIT_S = 5.0
 
 
 class Call:
@@ -80,8 +84,9 @@ class DaemonThreads:
     """Threads that make calls, each call at once.
 
     A new thread is started if no thread is idle. A thread ends once it has been idle for a while.
-    When the program ends, it waits for none of these threads. So a call that never returns does not
-    keep the program alive.
+    A call that never returns does not keep the program alive. When the program ends, it waits 5
+    seconds at most for the calls under way: a thread that returned from C++ later, in the middle of
+    the interpreter's end, would abort the program.
 
     No lock is held at any time, so neither an interrupt nor a fork can leave one taken. Each change
     is one step of a `dict`, a `deque` or a `set`, which Python makes atomic.
@@ -97,6 +102,7 @@ class DaemonThreads:
         self._begin()
         # A forked process has none of the threads, so it begins anew.
         os.register_at_fork(after_in_child=self._begin)
+        atexit.register(self._end)
 
     def _begin(self) -> None:
         # The threads, without one that is about to end. A thread is known by a lock, which is
@@ -104,6 +110,12 @@ class DaemonThreads:
         self._threads = set[threading.Lock]()
         # The idle threads, and where each finds its next call. The last one is woken first.
         self._idle = dict[threading.Lock, deque[Call]]()
+
+    def _end(self) -> None:
+        until = time.monotonic() + _EXIT_S
+        for thread in threading.enumerate():
+            if thread.name == self._name:
+                thread.join(max(0.0, until - time.monotonic()))
 
     def call(
         self, function: Callable[..., Any], *args: Any, beside: Call | None = None

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grain
+
 from grain_shard.errors import ShardingError
 from grain_shard.sources.daemon_threads import Call, DaemonThreads
 
@@ -70,15 +72,16 @@ class HedgedSource:
         asked_again: Number of reads that were repeated in this process.
 
     Raises:
-        ShardingError: The source has no length or no items.
+        ShardingError: The source has no length or no items, or is a dataset of Grain.
     """
 
     def __init__(self, source: Any):
         self._source = source
         can = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-        if not can or isinstance(source, type):
+        if not can or isinstance(source, type | grain.MapDataset):
             raise ShardingError(
-                f"HedgedSource got a {type(source).__name__}, which has no records by index.",
+                f"HedgedSource got a {type(source).__name__}, which is no source of records by"
+                " index.",
                 remedy="pass HedgedSource a source with __len__ and __getitem__, and pass the"
                 " result to grain.MapDataset.source.",
             )

@@ -233,9 +233,11 @@ class _Chain(Stage):
         too_few = ds.rows.num_feeds < layout.num_hosts
         read = "needed" if too_few and self.read == "auto" else self.read
         padded = self._padded(ds, layout.divisor)
-        return self._reading(padded, read, ds.rows.global_batch_size)
+        return self._reading(padded, read, ds.rows.global_batch_size, num_feeds=ds.rows.num_feeds)
 
-    def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
+    def _reading(
+        self, padded: Any, read: Read, *global_batch_sizes: int, num_feeds: int = 1
+    ) -> ShardedDataset:
         """Adds the last two stages to padded batches: keep this host's rows, and place them.
 
         Args:
@@ -243,9 +245,10 @@ class _Chain(Stage):
             read: "needed": each host reads the rows that its devices need. "once": each row is
                 read once, and the devices then exchange rows. "auto" chooses.
             *global_batch_sizes: The sizes of batches before padding; none if unknown.
+            num_feeds: Number of feeds that each give the same number of rows.
         """
         target, put = self.put.shardings, self.put
-        if target.way_to_read(read, *global_batch_sizes) == "once":
+        if target.way_to_read(read, *global_batch_sizes, num_feeds=num_feeds) == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
         return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 
