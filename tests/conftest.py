@@ -38,6 +38,7 @@ def eventually(condition):
 def assert_ended(threads):
     """Waits until all threads have ended, and fails if one lives on."""
     for thread in threads:
+        eventually(lambda: thread.ident)  # it may have been about to start
         thread.join(HANG_S)
         assert not thread.is_alive(), f"{thread.name} lives on"
 

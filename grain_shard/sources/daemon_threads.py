@@ -114,7 +114,7 @@ class DaemonThreads:
     def _end(self) -> None:
         until = time.monotonic() + _EXIT_S
         for thread in threading.enumerate():
-            if thread.name == self._name:
+            if thread.name == self._name and thread.ident:  # it has started
                 thread.join(max(0.0, until - time.monotonic()))
 
     def call(
