@@ -89,9 +89,6 @@ def test_what_a_second_try_may_heal(error, heals):
     assert is_transient(error) is heals
 
 
-# Pipelines.
-
-
 def all_of(batches):
     """The ids of all valid rows."""
     return flat(ids(batches))
@@ -277,9 +274,6 @@ def test_a_pause_of_ten_minutes_ends_as_soon_as_nobody_waits_for_it(name, how, k
     del iterator
     gc.collect()
     assert_ended(threads)
-
-
-# Bad records.
 
 
 class TestMask:

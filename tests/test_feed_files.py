@@ -82,8 +82,6 @@ def batches(num_feeds):
     return shared_out(numbers, num_feeds, 2 * num_feeds)
 
 
-# Which files.
-
 # Of eight feeds: the shards of each host, the microbatches, and the feeds of each file it writes.
 FILES = {
     "shards in order": (([0, 1], [2, 3]), 1, [files((0, 3)), files((4, 7))]),
@@ -165,9 +163,6 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
     for host in hosts_of(ds, shards, divisor):
         state = read_state(folder, host.own_feeds)
         assert host.to_state(host.from_state(state)) == state_of(host)
-
-
-# What does not fit.
 
 
 @pytest.fixture

@@ -47,9 +47,6 @@ def described(feed):
     )
 
 
-# The same as without.
-
-
 @slow
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder):
@@ -61,9 +58,6 @@ def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder
     assert len(expected) == {"pad": 4, "drop": 0}[remainder]
     for num_workers in (2, 3):
         assert_same(with_states(batches(num_workers=num_workers)), expected)
-
-
-# Errors.
 
 
 @slow
@@ -193,8 +187,6 @@ def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_clos
     assert_no_child_is_left()
     assert {file.name for file in tmp_path.iterdir()} == set("012345")
 
-
-# Programs.
 
 PROGRAM = """\
     import os, sys, grain, jax, numpy as np

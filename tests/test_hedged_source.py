@@ -275,11 +275,15 @@ class TestTheSameSource:
 
     @pytest.mark.parametrize(
         ("given", "kind"),
-        [((i for i in range(3)), "generator"), (list, "type")],
-        ids=["a generator", "a class"],
+        [
+            ((i for i in range(3)), "generator"),
+            (list, "type"),
+            (grain.MapDataset.range(3), "Range"),
+        ],
+        ids=["a generator", "a class", "a dataset"],
     )
     def test_what_has_no_items_is_refused(self, given, kind):
-        with pytest.raises(ShardingError, match=f"a {kind}, which is no source of records"):
+        with pytest.raises(ShardingError, match=f"a {kind}.*, which is no source of records"):
             HedgedSource(given)
 
 

@@ -299,9 +299,16 @@ class TestProfile:
         asked = "batches measured: 1 of 5, then the dataset ended (after 4 of warm-up)\n"
         assert str(few).startswith(asked)
 
-    def test_its_share_of_waiting_is_of_waiting_and_step(self):
+    def test_figures_follow_from_spans(self):
         loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
         assert Profile(1, 1, 0, 5, loop).wait_share == 0.25
+        spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
+        profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
+        assert (profiled.figures.threads("read"), profiled.busy("read")) == (6, 0.5)
+        assert profiled.side_by_side("read") == 0.6
+        # Of this span, the last three of four seconds lie within the loop.
+        cut_off = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
+        assert cut_off.processor_s("read") == 1.5
 
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
@@ -327,22 +334,12 @@ class TestProfile:
         ]
         assert advice.startswith("  - if this waits for files or a network, leave num_threads out")
 
-    def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
-        spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
-        profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
-        assert (profiled.figures.threads("read"), profiled.busy("read")) == (6, 0.5)
-        assert profiled.side_by_side("read") == 0.6
-
     def test_threads_that_make_batches_tell_when_the_buffer_is_full(self):
         profiled = profile(sharded(), slow(step), 10)
         readers = {s.thread for s in profiled.recorded_spans if s.stage == "read"}
         assert readers & {s.thread for s in profiled.rests}
         assert all(0 <= s.start <= s.end <= profiled.seconds for s in profiled.rests)
         assert "room" not in profiled.lanes_s
-
-    def test_of_a_span_that_is_cut_off_the_same_part_of_its_processor_time_counts(self):
-        profiled = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
-        assert profiled.processor_s("read") == 1.5
 
     def test_it_says_how_many_reads_went_side_by_side_and_why(self):
         for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(num_threads\)")]:

@@ -103,11 +103,9 @@ class TestLeafText:
     def test_what_is_on_no_device(self, leaf, text):
         assert LeafText.of(leaf) == (text, None, None)
 
-    def test_dims_are_written_as_jax_writes_them(self):
+    def test_dims_are_written_as_jax_writes_them_also_on_one_device(self):
         array = placed((8, 6), "data")
         assert LeafText.of(array).text == str(jax.typeof(array)).replace("float32", "f32")
-
-    def test_one_device(self):
         assert LeafText.of(jax.device_put(np.zeros(3, np.float32))) == ("f32[3]", 3, 12)
 
 

@@ -88,11 +88,6 @@ class TestPadToDivisible:
             assert lists([next(iterator)])[0]["x"] == [0, 1, 2, 3], "where it stood"
 
     @BOTH
-    def test_fewer_records_than_one_batch_also_after_validation(self, build):
-        ds = build(1, 3).pipe(ValidateBatchSize(2)).pipe(PadToDivisible(2, mask_key=None))
-        assert lists(ds) == [{"x": [0, 0, 0, 0]}]
-
-    @BOTH
     def test_a_short_batch_that_must_not_be_is_refused(self, build):
         with pytest.raises(ShardingError, match=r"full|fill"):
             list(build(5, 2).pipe(PadToDivisible(2, "error")))

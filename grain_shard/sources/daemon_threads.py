@@ -114,8 +114,9 @@ class DaemonThreads:
     def _end(self) -> None:
         until = time.monotonic() + _EXIT_S
         for thread in threading.enumerate():
-            if thread.name == self._name and thread.ident:  # it has started
-                thread.join(max(0.0, until - time.monotonic()))
+            if thread.name == self._name:
+                with contextlib.suppress(RuntimeError):  # raised if the thread has not begun
+                    thread.join(max(0.0, until - time.monotonic()))
 
     def call(
         self, function: Callable[..., Any], *args: Any, beside: Call | None = None
