@@ -16,9 +16,24 @@ out if it is unknown, or if it has nothing to do with the error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+
+@contextlib.contextmanager
+def noting(place: str) -> Iterator[None]:
+    """Adds a note to any error raised in the ``with`` block.
+
+    Args:
+        place: The place of the error, in words, such as "in feed 3".
+    """
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"grain_shard: {place}")
+        raise
 
 
 class GrainShardError(Exception):

@@ -8,7 +8,6 @@ one or several results.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -196,20 +195,6 @@ class Tasks(ABC, Generic[T]):
 
     def close(self) -> None:
         """Closes the producer of the tasks. Called once, after the last `draw`."""
-
-
-@contextlib.contextmanager
-def naming_closed(what: str) -> Iterator[None]:
-    """Adds a note to any error raised in the ``with`` block.
-
-    Args:
-        what: The object that the block closes, in words. The note names it.
-    """
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"grain_shard: while closing {what}")
-        raise
 
 
 def log_unclosed(error: BaseException) -> None:

@@ -33,9 +33,9 @@ import grain
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, noting
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
-from grain_shard.tasks import Producer, naming_closed
+from grain_shard.tasks import Producer
 
 _GUARD = (
     'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
@@ -111,7 +111,7 @@ class WorkerProcesses(Producer[Any]):
         """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
         if elements is not None:
-            with naming_closed("the worker processes"):
+            with noting("while closing the worker processes"):
                 elements.close()
             # The frames of an error refer to frames of Grain's threads, whose variables may hold
             # arrays in shared memory. This memory would not be freed while the error lives. So the

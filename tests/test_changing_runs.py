@@ -339,7 +339,7 @@ class TestBatchSchedule:
         ("build", "message"),
         [
             (lambda ds: ds.to_iter_dataset().pipe(SCHEDULE), "Streams and feeds have one batch"),
-            (lambda ds: ds.filter(lambda r: True).pipe(SCHEDULE), "a .filter drops records"),
+            (lambda ds: ds.filter(bool).pipe(SCHEDULE).shard_to(), "a .filter drops elements"),
             (lambda ds: ds[:0].pipe(SCHEDULE), "the dataset has no records"),
             (lambda ds: ds.batch(4).repeat().pipe(SCHEDULE), "a BatchSchedule follows .batch(4)"),
             (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "move this transformation before"),

@@ -517,7 +517,6 @@ REFUSED = {
         lambda: numbers([9] * 10).batch(10).shard_to(EIGHT_HOSTS),
         "host 5 would hold only rows of padding",
     ),
-    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "pass num_workers to .sh"),
 }
 
 

@@ -194,13 +194,6 @@ class FeedBatches(grain.IterDataset):
     def __repr__(self) -> str:
         return f"FeedBatches({self.rows.num_feeds} feeds, {self.rows.global_batch_size} rows)"
 
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Raises a `ShardingError`. Grain calls this to divide a dataset among worker processes."""
-        raise ShardingError(
-            "batches of feeds cannot be divided among the worker processes of .mp_prefetch.",
-            remedy="pass num_workers to .shard_to instead: each worker then runs some feeds.",
-        )
-
 
 def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
     """Logs a warning if two feeds give the same rows, as when `make_feed` ignores its argument.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grain
 
-from grain_shard.errors import ShardingError, require_int
+from grain_shard.errors import ShardingError, noting, require_int
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
@@ -75,7 +74,7 @@ class FeedStreams:
         They are the number of feeds and digests of the pipeline of feed 0. The batch size is not a
         field: it may change, because each feed goes on at its own next row.
         """
-        with naming_feed(0, self.num_feeds):
+        with noting(f"in feed 0 of {self.num_feeds}"):
             return {NUM_FEEDS: self.num_feeds, **pipeline_digests(self.make(0))}
 
     def make(self, feed: int) -> grain.IterDataset:
@@ -101,16 +100,6 @@ class FeedStreams:
             )
         refuse_lost_epochs(ds)
         return ds
-
-
-@contextlib.contextmanager
-def naming_feed(feed: int, num_feeds: int) -> Iterator[None]:
-    """Adds a note with the number of a feed to any error raised in the ``with`` block."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
-        raise
 
 
 class FeedReader:
@@ -139,7 +128,7 @@ class FeedReader:
                 there are fewer files than feeds.
         """
         rows: list[Any] = []
-        with span(READ), naming_feed(self._feed, self._feeds.num_feeds):
+        with span(READ), noting(f"in feed {self._feed} of {self._feeds.num_feeds}"):
             if self._feed_state != ENDED:
                 self._take(rows, num_rows)
             # Pickled, because Grain may change the state that its iterator returned.
@@ -168,7 +157,7 @@ class FeedReader:
         """Ends the threads and processes of this feed's stream."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
-            try:
+            try:  # no `noting`, because the names of this module may be gone at the program's exit
                 iterator.close()
             except BaseException as error:
                 error.add_note(f"grain_shard: while closing feed {self._feed}")

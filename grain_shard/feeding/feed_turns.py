@@ -52,11 +52,7 @@ class FeedTurns(Producer[list[FeedTurn]]):
         ]
 
     def __next__(self) -> list[FeedTurn]:
-        turns = [reader.turn(self._rows_per_feed) for reader in self._readers]
-        for row in (turn.rows[0] for turn in turns if turn.rows):
-            self._reads.learn_row(row)
-            break
-        return turns
+        return [reader.turn(self._rows_per_feed) for reader in self._readers]
 
     def stop(self) -> None:
         self._reads.stop()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator, FeedRun
 from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
-from grain_shard.feeding.feed_reader import ENDED, naming_feed
+from grain_shard.feeding.feed_reader import ENDED
 from grain_shard.feeding.feed_rows import row_stacker
 from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
@@ -51,8 +51,7 @@ class HostFeeds(HostBatches):
     ):
         self._ds, self._run = ds, run
         self.fingerprint = dict(ds.feeds.fingerprint)
-        with naming_feed(0, ds.feeds.num_feeds):
-            self.contents = Contents(ds.feeds.make(0))
+        self.contents = Contents(ds.feeds.make(0))
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:

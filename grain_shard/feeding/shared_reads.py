@@ -72,10 +72,6 @@ class SharedReads(TaskStage[None]):
         pace = ReadPace(num_threads, most=_MOST_READERS)
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
-    def learn_row(self, row: Any) -> None:
-        """Notes the number of bytes of a row, from which the bytes of a batch follow."""
-        self._lines.row_bytes = _num_bytes(row)
-
     def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
         """Yields records from an index on.
 
@@ -222,14 +218,9 @@ class _Line:
 
 
 class _Lines(Tasks[None]):
-    """The lines (the records of each stream), from which readers draw parts (ranges of records).
-
-    Attributes:
-        row_bytes: Bytes of a row of the batch; 0 before the first row.
-    """
+    """The lines (the records of each stream), from which readers draw parts (ranges of records)."""
 
     def __init__(self, faults: Faults, num_rows: int, num_feeds: int):
-        self.row_bytes = 0
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows, self._num_feeds = faults, num_rows, num_feeds
         self._lock = threading.Lock()
@@ -251,7 +242,7 @@ class _Lines(Tasks[None]):
         """Returns how many records of a line (the records of one stream) may be read ahead."""
         most, size = self._num_rows, line.record_bytes
         if size:
-            most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
+            most = max(most, int(_BYTES_AHEAD // size))
         # Feeds open their lines one after another. The first line must not fill the room of all.
         return max(1, min(_MOST_AHEAD, most) // max(self._num_feeds, len(self._lines)))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.background import Background, TaskStage
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, noting
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.contents import Contents
@@ -24,7 +24,7 @@ from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.padding import Padding
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.tasks import Producer, naming_closed
+from grain_shard.tasks import Producer
 from grain_shard.trees import Batch
 
 Position = Any
@@ -78,7 +78,7 @@ class _WithPositions(Producer[tuple[Batch, Position]]):
         self._iterator.stop()
 
     def close(self) -> None:
-        with naming_closed(f"this host's {self._kind}"):
+        with noting(f"while closing this host's {self._kind}"):
             self._iterator.close()
 
 

@@ -63,12 +63,6 @@ class BatchSchedule:
                 remedy="apply BatchSchedule to a grain.MapDataset. Streams and feeds have one batch"
                 " size. To change it for feeds, restore their state with another .batch(B).",
             )
-        if nodes.is_filtered(ds):
-            raise ShardingError(
-                "a .filter drops records, so the number of a batch does not determine its records.",
-                remedy="make feeds by grain_shard.feeds(make_feed, ...). In make_feed, filter by"
-                " .to_iter_dataset().filter(...). Feeds take one batch size, not a BatchSchedule.",
-            )
         if (node := nodes.batch_node(ds)) is not None and node.only_stacks:
             raise ShardingError(
                 f"a BatchSchedule follows .batch({node.global_batch_size}), and would take each of"
