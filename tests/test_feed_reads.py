@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard.feeding import feed_reader
+from grain_shard.feeding import feed_reader, shared_reads
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.grain_inside import routes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.spans import READ, recorded
@@ -144,9 +145,6 @@ def reads():
         yield reads
 
 
-# What is replaced, and what is not.
-
-
 def record_streams(ds):
     """The nodes of ours in a pipeline, the records of each."""
     if isinstance(ds, RecordStream):
@@ -208,9 +206,6 @@ UNKNOWN = {
 @pytest.mark.parametrize("ds", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_is_not_known_runs_as_it_was_written(ds):
     assert replace_read_ahead(ds, lambda records, _: pytest.fail("replaced")) is ds
-
-
-# What is read ahead.
 
 
 def of_source(source, options):
@@ -362,7 +357,17 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
         assert [next(elements) for _ in range(500)] == list(range(500))
 
 
-# Life.
+def test_the_indices_of_many_records_are_computed_together(reads, monkeypatch):
+    def counted(records, indices):
+        computed.append(len(indices))
+        return routes.route(records, indices)
+
+    computed, records = [], grain.MapDataset.range(600).shuffle(seed=1)
+    monkeypatch.setattr(shared_reads, "route", counted)
+    monkeypatch.setattr(shared_reads, "records_in_time", lambda seconds: 1)  # as if they were slow
+    with contextlib.closing(reads.elements(records, 0, ahead=True)) as elements:
+        assert list(elements) == list(records)
+    assert len(computed) < 20
 
 
 def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again(reads):

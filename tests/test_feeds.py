@@ -53,9 +53,6 @@ def valid(batches):
     return [np.where(b["valid_mask"], b["id"], None).tolist() for b in batches]
 
 
-# Rows.
-
-
 @pytest.mark.parametrize(
     ("lengths", "global_batch_size", "num_devices", "batches"),
     [
@@ -194,9 +191,6 @@ def test_a_feed_may_run_in_a_worker_process_of_its_own():
     found += with_states(batches(in_a_worker), found[-1][1], 1)
     expected = itertools.islice(batches(text.packed), 4)
     assert_same_batches([batch for batch, _ in found], list(expected))
-
-
-# States.
 
 
 def test_the_state_is_small_plain_json_with_an_entry_for_each_feed():

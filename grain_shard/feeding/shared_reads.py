@@ -9,6 +9,7 @@ not grow with the number of feeds.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import sys
 import threading
@@ -48,6 +49,9 @@ _CHEAP_S = 20e-6
 # Seconds. If the records of a part turn out not to be cheap, the consumer evaluates them for this
 # long, and leaves the other records of the part to the readers (the threads that read ahead).
 _LONGEST_S = 8e-3
+# The indices of this many records are computed together, because a shuffle of one index takes about
+# as long as a shuffle of 256 indices: 0.14 ms.
+_BLOCK = 256
 # The largest number of readers. More readers never gave enough speed to be worth their memory.
 _MOST_READERS = 64
 
@@ -123,7 +127,10 @@ class _Line:
     number = 0
 
     def __init__(self, records: grain.MapDataset, start: int, faults: Faults, ahead: bool):
-        self._records, self.length, self.faults = records, len(records), faults
+        self.length, self.faults = len(records), faults
+        self._records = records
+        # The routes of the last few blocks of `_BLOCK` records, by the first record of each.
+        self._block = functools.lru_cache(4)(functools.partial(_block, records))
         self.begun = self.taken = start
         self.come: dict[int, list[Any]] = {}
         self.left: list[Part] = []
@@ -133,7 +140,10 @@ class _Line:
         self._seconds = collections.deque[float](maxlen=2)  # seconds per record of the last 2 reads
 
     def way(self, start: int, stop: int) -> Route:
-        return route(self._records, np.arange(start, stop))
+        first = start - start % _BLOCK
+        if stop > first + _BLOCK:
+            return route(self._records, np.arange(start, stop))
+        return self._block(first).part(start - first, stop - first)
 
     def write(self, elements: Elements, start: int, until: float) -> int:
         way = self.way(start, start + len(elements))
@@ -215,6 +225,10 @@ class _Line:
     def most_in_time(self) -> int:
         """Most records of one read: as many as take about 4 ms, and at least one."""
         return records_in_time(self._seconds[-1] if self._seconds else None)
+
+
+def _block(records: grain.MapDataset, first: int) -> Route:
+    return route(records, np.arange(first, min(first + _BLOCK, len(records))))
 
 
 class _Lines(Tasks[None]):
