@@ -30,6 +30,9 @@ _MOST_LOOKED_AT = 1000
 # pickled.
 _LEARNING = threading.Lock()
 
+# The types of masked arrays and of masked scalars.
+_MASKED = {np.ma.MaskedArray, type(np.ma.masked)}
+
 # A row that was read already, and the index of its record.
 Known = tuple[Any, int]
 
@@ -162,8 +165,7 @@ class RowStacker:
             fits = not like.ndim and types == {type(like.item())}
         else:
             kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-            is_masked = any(issubclass(kind, np.ma.MaskedArray) for kind in types)
-            fits = kinds == {self._kinds[i]} and not is_masked
+            fits = kinds == {self._kinds[i]} and not types & _MASKED
         if fits:
             return
         for value, origin in zip(column, origins, strict=True):
