@@ -138,9 +138,6 @@ def test_without_a_mask_any_tree_will_do():
     assert batches == [([0, 1, 0, 1], [0, 0, 1, 1]), ([2, 0, 2, 0], [0, 0, 1, 0])]
 
 
-# Real pipelines.
-
-
 def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
     records = grain.MapDataset.range(3).map(lambda i: {"id": np.int32(i)})
     (batch,) = valid(shared_out(records, 8, 8).shard_to(data_mesh(8)))

@@ -5,6 +5,7 @@ on any machine, while that of the others is hidden by the steps, for which all w
 """
 
 import itertools
+import re
 import time
 
 import grain
@@ -92,8 +93,12 @@ def test_every_host_names_the_slow_one_and_its_stage(of_hosts, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_says_it_once_on_the_first_host_and_on_the_slow_one(of_hosts, kind):
-    logged = [len(of_host[kind][2]) for of_host in of_hosts]
-    assert logged == [int(host in (0, SLOW)) for host in range(HOSTS)]
+    for host, (_, _, lines) in enumerate(of_host[kind] for of_host in of_hosts):
+        # A busy machine may hold up another host for a moment, which the log says, too.
+        named = [int(re.search(r"host (\d+) holds", line)[1]) for line in lines]
+        assert (SLOW in named) == (host in (0, SLOW))
+        assert host == 0 or set(named) <= {host}
+        assert not any(one == other for one, other in itertools.pairwise(named))
 
 
 def leave_with_the_thread_in_the_store():
