@@ -306,7 +306,7 @@ class TestProfile:
         profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
         assert (profiled.figures.threads("read"), profiled.busy("read")) == (6, 0.5)
         assert profiled.side_by_side("read") == 0.6
-        # Of this span, the last three of four seconds lie within the loop.
+        # The last three of this span's four seconds lie within the loop.
         cut_off = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
         assert cut_off.processor_s("read") == 1.5
 

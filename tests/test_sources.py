@@ -381,7 +381,7 @@ def bucket(paths, monkeypatch):
 
 def test_an_object_of_a_google_bucket_is_read_by_its_url(bucket):
     source = ArrayRecordSource(["gs://bucket/train-0[0:3]", "gs://bucket/train-0[3:5]"])
-    assert len(source) == 5
+    assert len(ArrayRecordSource("gs://bucket/train-0")) == SIZES[2]
     assert list(source._getitems([0, 4])) == [record(8), record(12)]
     with pytest.raises(
         RuntimeError,

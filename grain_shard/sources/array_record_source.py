@@ -102,9 +102,8 @@ class ArrayRecordSource:
         paths: A path, or several paths in a list. A path is a file; a pattern, e.g.
             ``"data/**/img-*"``; a folder, for the files in it with "array_record" or "arrayrecord"
             in their names; one of these and a range of records of each file, e.g.
-            ``"data/img-0[100:200]"``; a
-            `FileInstruction` of TensorFlow Datasets; or the URL of one object of a Google bucket,
-            e.g. ``"gs://bucket/img-0"``. The files of a pattern or a folder are sorted. Several
+            ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; or the URL of one
+            object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a folder are sorted. Several
             paths keep the given order. ``~`` is the home folder. array_record itself reads the
             object of a URL, with this host's credentials, and the log warns if that takes long. Any
             other bucket must be mounted.
