@@ -103,10 +103,10 @@ class ArrayRecordSource:
             ``"data/**/img-*"``; a folder, for the files in it with "array_record" or "arrayrecord"
             in their names; one of these and a range of records of each file, e.g.
             ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; or the URL of one
-            object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a folder are sorted. Several
-            paths keep the given order. ``~`` is the home folder. array_record itself reads the
-            object of a URL, with this host's credentials, and the log warns if that takes long. Any
-            other bucket must be mounted.
+            object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a
+            folder are sorted. Several paths keep the given order. ``~`` is the home folder.
+            array_record itself reads the object of a URL, with this host's credentials, and the log
+            warns if that takes long. Any other bucket must be mounted.
         reader_options: Options of each reader, e.g. ``{"index_storage_option": "in_memory"}``.
 
     Raises:
