@@ -31,7 +31,7 @@ from tests.conftest import HANG_S, eventually
 from tests.on_hosts import cases_of, or_traceback, own_rows
 from tests.pipelines import shared_out
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HOSTS = 4
 ODD = 2  # the host that differs
