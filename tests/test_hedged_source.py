@@ -14,6 +14,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import cloudpickle
 import grain
 import numpy as np
 import pytest
@@ -266,10 +267,10 @@ class TestTheSameSource:
             assert hedged.__getitems__([3, 1]) == [3, 1]
 
     def test_it_pickles_before_and_after_it_was_read(self):
-        hedged = HedgedSource(range(100, 200))
+        hedged = type("OfTheUser", (HedgedSource,), {})(range(100, 200))
         for _ in range(2):
-            copied = pickle.loads(pickle.dumps(hedged))
-            assert type(copied) is HedgedSource
+            copied = pickle.loads(cloudpickle.dumps(hedged))
+            assert type(copied) is type(hedged)
             assert (repr(copied), len(copied), copied[17]) == (repr(hedged), 100, 117)
             assert hedged[0] == 100
         assert repr(hedged) == "HedgedSource(range(100, 200))"

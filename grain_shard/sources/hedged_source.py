@@ -107,7 +107,7 @@ class HedgedSource:
         return type(self._source)
 
     def __reduce__(self) -> Any:
-        return HedgedSource, (self._source,)
+        return type(self), (self._source,)
 
     def __repr__(self) -> str:
         return f"HedgedSource({self._source!r})"
