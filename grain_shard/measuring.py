@@ -5,11 +5,10 @@ that delays the loop, and the change that would help. `measure_throughput` does 
 name and the order of arguments that other libraries use.
 
 `ShardedIterator.stats` returns `Stats` at any time: the `Figures` of the whole run and of the last
-30 seconds, the counts of failed reads, and the `SlowestHost`.
+minute, and the counts of failed reads.
 """
 
-from grain_shard.hosts.slowest import SlowestHost
 from grain_shard.stats.figures import Figures, Stats
 from grain_shard.tools.measuring.profiling import Profile, measure_throughput, profile
 
-__all__ = ["Figures", "Profile", "SlowestHost", "Stats", "measure_throughput", "profile"]
+__all__ = ["Figures", "Profile", "Stats", "measure_throughput", "profile"]

@@ -3,7 +3,6 @@
 import gc
 import json
 import weakref
-from unittest.mock import Mock
 
 import grain
 import numpy as np
@@ -11,17 +10,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
-from grain_shard.hosts import slowest as slowest_module
-from grain_shard.hosts.slowest import SlowestOf, Waits, compare_waits, slowest
 from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.stats.figures import Figures, Stats, waits
+from grain_shard.stats.figures import Figures
 from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
-from tests.on_hosts import KeyValues
 from tests.pipelines import KINDS, shared_out, six
 
 NOTHING = {"records": 0, "bytes": 0}
@@ -82,7 +78,7 @@ def test_of_late_is_without_the_first_batch_and_what_was_long_ago(loop):
     assert meter_module.RECENT_S <= recent["seconds"] <= meter_module.RECENT_S + 6.0
     assert recent["wait"] == 0.0
     assert loop.total()["wait"] == 161.0
-    assert len(loop._kept) < 10
+    assert len(loop._kept) < 15
 
 
 # Stages.
@@ -181,7 +177,7 @@ def test_what_each_kind_of_pipeline_tells(kind, num_workers, seen):
     assert {stage for stage in stages if getattr(end.total, f"{stage}_s")} == seen
     reads_in_threads = kind in ("random access", "custom batch") and not num_workers
     assert (end.read_threads is not None) == reads_in_threads
-    assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
+    assert (end.total.retries, end.total.bad_records) == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
@@ -261,122 +257,40 @@ def test_as_dict_is_flat_and_has_numbers_alone_as_wandb_and_tensorboard_want(mes
     assert {name.split("/")[0] for name in stats.as_dict("eval")} == {"eval"}
 
 
-# Which host is slow.
-
-HOSTS = [
-    # The shares of the time that the hosts waited for their data; which is the slowest, and
-    # whether it holds the others up.
-    ([0.0, 0.0, 0.6, 0.0], 2, True),
-    ([0.0, 0.6], 1, True),
-    ([0.02, 0.03, 0.08, 0.01], 2, False),  # it would hardly help
-    ([0.7, 0.7, 0.75, 0.7], 2, False),  # all are as slow, and all wait
-    ([0.0, 0.5, 0.6, 0.0, 0.0], 2, True),  # one of several
-    ([0.0, 0.0], 0, False),
-    ([0.05] * 1535 + [0.4], 1535, True),
-]
-
-
-@pytest.mark.parametrize(("shares", "host", "holds_up"), HOSTS)
-def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, host, holds_up):
-    found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
-    assert (found.host, found.holds_others_up) == (host, holds_up)
-    assert ("no host holds the others up" in str(found)) != holds_up
-    assert slowest({0: Waits(0.9, 1.0, "read")}) is None, "one host is not compared"
+# A loop that waits long for its data.
 
 
 def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(loop):
-    loop.take(wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
-    assert waits(loop.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
-
-
-def test_a_report_is_of_what_came_after_the_last_one(loop):
-    loop.take(wait_s=50.0)  # the first batch, for which everything begins
-    loop.take(wait_s=1.0, step_s=3.0)
+    loop.take(wait_s=10.0, step_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
     loop.take()
-    assert loop.waits_of_late(0.0).share == 0.25
-    with loop:
-        loop.now += 8.0
-        assert loop.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
-    assert loop.waits_of_late(0.0) == Waits(0.0, 0.0, None)
+    assert (loop.total().wait_share, loop.total().wait_s, loop.total().step_s) == (0.1, 1.0, 5.0)
 
 
-def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(loop):
-    loop.take(wait_s=1.0)
-    loop.take(wait_s=1.5)
-    assert loop.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
+LONG_WAITS = [
+    # For some seconds, the stages and the waits of steps of a second; what the log then says.
+    (600, [("read", 0.5)], 0.25, [(25, ", mostly for 'read'")] * 9),
+    (70, [], 0.11, [(11, "")]),  # worker processes are not measured
+    (70, [("place", 0.9)], 1.0, [(100, ", mostly for 'place'")]),
+    (600, [("read", 0.5)], 0.09, []),  # less than a tenth
+    (600, [("read", 0.5), ("agree", 0.25)], 0.25, []),  # other hosts were waited for
+    (50, [("read", 0.5)], 0.9, []),  # the loop has only begun
+]
 
 
-class Cluster:
-    """Hosts that take their turns one after the other."""
-
-    def __init__(self, monkeypatch, num_hosts):
-        self.store, self.shares = KeyValues(), [0.0] * num_hosts
-        self.stores, self.iterators, self.logged = [], [], []
-        monkeypatch.setattr(slowest_module.logging, "warning", self.log)
-        for host in range(num_hosts):
-            self.stores.append(self.store.of_host(host))
-            self.iterators.append({"train": self.iterator(host)})
-        self.go_round()
-
-    def log(self, text, *args):
-        self.logged.append((self.at_work, text % args))
-
-    def iterator(self, host):
-        hosts = range(len(self.shares))
-        return SlowestOf(hosts, lambda least_s: Waits(self.shares[host], 0.01, "read"))
-
-    def go_round(self, times=1):
-        for _ in range(times):
-            for host, store in enumerate(self.stores):
-                self.at_work = host
-                compare_waits(store, self.iterators[host], 30.0)
-
-    def found(self):
-        all_found = [of_host["train"].found for of_host in self.iterators]
-        return {found and (found.host, found.holds_others_up) for found in all_found}
-
-
-class TestHostsThatTellEachOther:
-    def test_every_host_learns_it_and_the_store_does_not_grow(self, monkeypatch):
-        cluster = Cluster(monkeypatch, 16)
-        assert cluster.found() == {None}
-        cluster.shares[5] = 0.5
-        cluster.go_round(2)
-        assert cluster.found() == {(5, True)}
-        entries, calls = len(cluster.store.entries), cluster.store.calls
-        assert entries == 16 + 1
-        cluster.go_round(10)
-        assert len(cluster.store.entries) == entries
-        assert cluster.store.calls - calls == 10 * (2 * 16 + 2)
-
-    def test_the_log_names_a_host_once_until_it_is_another(self, monkeypatch):
-        cluster = Cluster(monkeypatch, 4)
-        cluster.shares[2] = 0.5
-        cluster.go_round(2)
-        assert cluster.logged == []  # once may be chance
-        cluster.go_round(5)
-        assert [host for host, _ in cluster.logged] == [0, 2]
-        assert "host 2 holds the other hosts up by" in cluster.logged[0][1]
-        cluster.shares[2] = 0.0
-        cluster.go_round(5)
-        assert len(cluster.logged) == 2
-        cluster.shares[1] = 0.5
-        cluster.go_round(5)
-        assert [host for host, _ in cluster.logged[2:]] == [0, 1]
-
-    def test_where_it_is_another_one_each_time_none_is_named(self, monkeypatch):
-        cluster = Cluster(monkeypatch, 4)
-        for slow in [0, 1, 2, 3] * 3:
-            cluster.shares[:] = [0.5 * (host == slow) for host in range(4)]
-            cluster.go_round()
-        assert cluster.logged == []
-
-    def test_an_iterator_that_some_hosts_have_not_begun_is_not_compared(self, monkeypatch):
-        cluster = Cluster(monkeypatch, 4)
-        cluster.iterators[0]["eval"] = cluster.iterator(0)
-        cluster.go_round(2)
-        assert cluster.iterators[0]["eval"].found is None
-        assert cluster.found() == {(0, False)}
+@pytest.mark.parametrize(("seconds", "stages", "wait_s", "logged"), LONG_WAITS)
+def test_a_loop_that_waits_long_for_its_data_says_so_once_a_minute(
+    loop, monkeypatch, seconds, stages, wait_s, logged
+):
+    lines = []
+    monkeypatch.setattr(meter_module.logging, "warning", lambda text, *of: lines.append(text % of))
+    loop.take(wait_s=1000.0)  # the first batch, for which everything begins
+    for _ in range(seconds):
+        loop.take(wait_s=wait_s, step_s=1 - wait_s, stages=stages)
+    assert lines == [
+        f"grain_shard: the training loop of host 0 waited for this host's data {share} % of the"
+        f" last 60 s{stage}.\n  remedy: grain_shard.profile(ds, step) says what would help."
+        for share, stage in logged
+    ]
 
 
 @pytest.fixture
@@ -431,18 +345,6 @@ class TestPrometheus:
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
         assert scraped(registry) == {}
-
-    def test_the_slowest_host(self, registry):
-        batches = Mock()
-        batches.stats.return_value = Stats(Figures(), Figures(), slowest_host=None)
-        prometheus.export(batches, "train", registry)
-        assert 'grain_shard_slowest_host{dataset="train"}' not in scraped(registry)
-        found = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
-        batches.stats.return_value = Stats(Figures(), Figures(), slowest_host=found)
-        samples = scraped(registry)
-        assert samples['grain_shard_slowest_host{dataset="train"}'] == 1
-        assert samples['grain_shard_slowest_host_behind_s{dataset="train"}'] == 0.01
-        assert samples['grain_shard_slowest_host_share{dataset="train"}'] == 0.5
 
     def test_nothing_is_in_the_default_registry_unasked(self):
         with iter(numbered(8, 8).shard_to(data_mesh(1))) as batches:

@@ -33,14 +33,12 @@ from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.rounds import Rounds, Store, runtime_client
-from grain_shard.hosts.slowest import SlowestOf, compare_waits
 
 # Keys of the store: the messages for a host, by the numbers of host and message; and the topic
 # under which hosts confirm that they heard of the failure of an iterator, by the iterator's name.
 _MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
-# Most seconds that the listening thread waits for a message in one call. Between two calls it
-# exchanges with the other hosts how long the training loops have waited.
-TURN_S = 15.0
+# Most milliseconds that the listening thread waits for a message in one call.
+_TURN_MS = 15_000
 # After another host failed, a process ends if its training loop is blocked for `_STILL_S` seconds.
 # This is checked every `_LOOK_S` seconds.
 _STILL_S, _LOOK_S = 10.0, 0.5
@@ -62,19 +60,17 @@ class Alarm:
     Args:
         rounds: The rounds of the iterator, which have its name and its hosts.
         stop: Ends any wait of the training loop inside the iterator.
-        slowest: Learns which host is the slowest.
 
     Attributes:
         series: The name of the iterator, the same on all hosts.
         others: The other hosts that run the iterator.
-        slowest: The argument `slowest`.
         all_know: True once all hosts know that the iterator failed on one of them. It is also True
             once the other hosts cannot be told.
         is_at_end: True once the training loop has got all batches.
     """
 
-    def __init__(self, rounds: Rounds, stop: Callable[[], None], slowest: SlowestOf):
-        self.series, self.slowest = rounds.name, slowest
+    def __init__(self, rounds: Rounds, stop: Callable[[], None]):
+        self.series: str = rounds.name
         self.others = [host for host in rounds.hosts if host != rounds.host]
         self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
@@ -176,9 +172,6 @@ class Alarm:
 class Listener:
     """The thread of a process that receives the failures of other hosts, for all its iterators.
 
-    The thread waits for messages in the key-value store. Between two waits it also posts how long
-    the training loops have waited.
-
     The store has numbered messages for each host. To end the thread, the host writes a message to
     itself. The thread must end before the interpreter does: with Python 3.11, a thread that returns
     from a call into the runtime after that aborts the process ("FATAL: exception not rethrown").
@@ -225,18 +218,16 @@ class Listener:
         while True:
             try:
                 key = _MESSAGE.format(self._store.host, number)
-                message = self._store.wait(key, int(TURN_S * 1e3))
+                message = self._store.wait(key, _TURN_MS)
                 if message is None:
-                    of_all = {series: one.slowest for series, one in self.alarms.copy().items()}
-                    compare_waits(self._store, of_all, TURN_S)
-                elif not message:
+                    continue
+                if not message:
                     return  # an empty message, which this process sends to itself at its exit
-                else:
-                    number += 1
-                    self._store.put(_HEARD.format(message["series"]), "")
-                    alarm = self.alarms.get(message["series"])
-                    if alarm is not None and not alarm.all_know:
-                        alarm.hear(message["host"], message["text"])
+                number += 1
+                self._store.put(_HEARD.format(message["series"]), "")
+                alarm = self.alarms.get(message["series"])
+                if alarm is not None and not alarm.all_know:
+                    alarm.hear(message["host"], message["text"])
             except AgreementError:  # raised if the runtime has ended
                 return
             except Exception:

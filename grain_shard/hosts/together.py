@@ -1,7 +1,7 @@
 """`Together`: the connection of an iterator to the same iterator on other hosts.
 
-The hosts compare their pipelines at the first batch. They vote on the end of streams, tell each
-other of failures, and find out which of them is the slowest.
+The hosts compare their pipelines at the first batch. They vote on the end of streams, and tell
+each other of failures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, comp
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, meet
 from grain_shard.hosts.series import Series
-from grain_shard.hosts.slowest import SlowestOf, Waits
 from grain_shard.interrupts import Uninterrupted
 from grain_shard.tasks import Raised
 
@@ -62,9 +61,6 @@ class Together:
     Args:
         across: The hosts of the iterator; None if it runs on this host alone. Then most methods do
             nothing.
-
-    Attributes:
-        slowest: Keeps the slowest host. None before the start, and on a single host.
     """
 
     def __init__(self, across: AcrossHosts | None):
@@ -75,7 +71,6 @@ class Together:
         self._agreed: str | Raised = ""
         self._saves = 0
         self._is_closed = False
-        self.slowest: SlowestOf | None = None
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -91,19 +86,16 @@ class Together:
             return placed
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
-    def start(self, kind: str, stop: Callable[[], None], waits: Callable[[float], Waits]) -> None:
+    def start(self, kind: str, stop: Callable[[], None]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:
             kind: The kind of pipeline.
             stop: Ends any wait of the training loop inside the iterator.
-            waits: Returns the waits of the training loop since the last call. Its argument is the
-                least length of this time in seconds: a shorter time counts as this length.
         """
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
-            self.slowest = SlowestOf(self._rounds.hosts, waits)
-            self._alarm = Alarm(self._rounds, stop, self.slowest)
+            self._alarm = Alarm(self._rounds, stop)
 
     def check(self) -> None:
         """Raises an error if another host has failed. Each ``next`` of the iterator calls this.

@@ -60,7 +60,6 @@ class Run:
         placed: The global batches on the devices, made of `batches`.
         stage: The batches of `placed` up to the end that all hosts agree on.
         together: The connection to the same iterator on other hosts.
-        meter: Measures for how long the training loop waits.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
 
     Attributes:
@@ -82,11 +81,10 @@ class Run:
         placed: TaskStage[Placed],
         stage: TaskStage[Placed] | AgreedEnd[Placed],
         together: Together,
-        meter: Meter,
         first_digest: Callable[[], str],
     ):
         def start() -> None:
-            together.start(kind, stage.stop, meter.waits_of_late)
+            together.start(kind, stage.stop)
             stage.start()
 
         def close() -> None:
@@ -214,7 +212,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 padding=lambda before: place.padding(host, before),
             )
         meter.opens(opened.reads, opened.faults)
-        run = Run(host.kind, batches, placed, stage, together, meter, opened.first_digest)
+        run = Run(host.kind, batches, placed, stage, together, opened.first_digest)
         return Cursor(run, opened.position)
 
     def __next__(self) -> Batch:
@@ -467,9 +465,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def stats(self) -> Stats:
         """Returns figures of the iterator so far: its work, and the time that the loop waited."""
-        meter, one = self._meter, self._at.run.together.slowest
-        slowest = None if one is None else one.found
-        return Stats(meter.total(), meter.recent(), meter.faults(), slowest)
+        meter = self._meter
+        return Stats(meter.total(), meter.recent(), meter.faults())
 
     def start_prefetch(self) -> None:
         """Starts to make batches in the background, before the first ``next``.

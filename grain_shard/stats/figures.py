@@ -1,7 +1,7 @@
 """The statistics of an iterator.
 
 `Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
-the figures of two periods: the whole run, and the last 30 seconds. To add a figure, write one
+the figures of two periods: the whole run, and the last minute. To add a figure, write one
 property of `Figures` under `@_figure`. This decorator takes the first words of the printed line and
 the format of the figure. `Stats.as_dict`, ``str(stats)`` and the Prometheus metrics are made from
 the properties.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
-from grain_shard.hosts.slowest import SlowestHost, Waits
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.spans import AGREE, BATCH, MAP, PAD, PLACE, READ, STEP, WAIT
 from grain_shard.stats.counts import BUSY, MAKING, ReadThreads, busiest
@@ -33,7 +32,7 @@ class Figure(NamedTuple):
         words: Format string of the figure, such as "{:,} batches".
         scale: Factor from the figure to the unit of the text.
         is_sum: True if the figure only grows. `Stats.as_dict` takes such a figure from the whole
-            run, and any other figure from the last 30 seconds.
+            run, and any other figure from the last minute.
     """
 
     line: str
@@ -133,9 +132,9 @@ class Figures:
 
     @_figure(DONE, "of which the loop waited {:.0f} %", 100)
     def wait_share(self) -> float:
-        """Share of the time, 0 to 1, in which the loop waited for a batch."""
+        """Share of the time, 0 to 1, in which the loop waited for this host's own data."""
         # "step" is a difference of sums, which a rounding error may make negative.
-        return self[WAIT] / ((self[WAIT] + max(0.0, self[STEP])) or 1)
+        return self._own_wait_s / ((self[WAIT] + max(0.0, self[STEP])) or 1)
 
     @_figure(DONE, "busiest: {}")
     def busiest(self) -> str | None:
@@ -172,11 +171,11 @@ class Figures:
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
     def wait_s(self) -> float:
-        """Seconds that the loop waited for a batch, on average.
+        """Seconds that the loop waited for this host's own data, on average over the batches.
 
         Before the first batch it is the time that the loop has waited so far.
         """
-        return self[WAIT] / max(1, self.batches)
+        return self._own_wait_s / max(1, self.batches)
 
     @_figure(LOOP, "step {:,.2f} ms", _MS)
     def step_s(self) -> float:
@@ -225,6 +224,10 @@ class Figures:
         """
         return self._a_batch(AGREE)
 
+    @property
+    def _own_wait_s(self) -> float:
+        return max(0.0, self[WAIT] - self.stage_s(AGREE))  # without the wait for other hosts
+
     def _a_batch(self, stage: str) -> float | None:
         is_seen = any(name == stage for _, name in self.stages_s)
         return self.stage_s(stage) / max(1, self["placed"]) if is_seen else None
@@ -253,21 +256,6 @@ def _difference(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict
     return {key: value - before.get(key, 0) for key, value in now.items()}
 
 
-def waits(figures: Figures, least_s: float) -> Waits:
-    """Returns the waits of the training loop for this host's own data.
-
-    The time in which the loop waited for the votes of other hosts is left out.
-
-    Args:
-        figures: The figures of a period.
-        least_s: Least length of the period in seconds. A shorter period counts as one of this
-            length, so that a loop that has just begun, or mostly rests, is not called slow.
-    """
-    wait_s = max(0.0, figures[WAIT] - figures.stage_s(AGREE))
-    share = wait_s / (max(figures.seconds, least_s) or 1)
-    return Waits(share, wait_s / max(1, figures.batches), figures.busiest)
-
-
 @dataclass(frozen=True)
 class Stats:
     """The figures of an iterator, which `ShardedIterator.stats` returns.
@@ -281,27 +269,23 @@ class Stats:
         ...     for batch in batches:
         ...         pass
         ...     stats = batches.stats()
-        >>> stats.total.batches, stats.total.records, stats.slowest_host
-        (3, 20, None)
+        >>> stats.total.batches, stats.total.records
+        (3, 20)
         >>> sorted(stats.as_dict("train"))[:3]
         ['train/bad_records', 'train/batch_s', 'train/batches']
 
     Attributes:
         total: Figures since the iterator's first ``next``. A batch that is handed out again after
             ``set_state`` or ``seek`` counts again.
-        recent: Figures of the last 30 to 35 seconds. The first batch does not count, because its
+        recent: Figures of the last 60 to 65 seconds. The first batch does not count, because its
             time includes all work that is done only once.
         faults: Counts of failed reads on this host, and the first 1,000 bad records as ``listed``.
             Reads ahead of the loop count, too.
-        slowest_host: The host whose loop waits longest for its data, with the length of the wait
-            and the busiest stage. None on a single host. On several hosts it is None until they
-            have compared their waits for the first time, which takes up to a minute.
     """
 
     total: Figures
     recent: Figures
     faults: FaultCounts = field(default_factory=FaultCounts)
-    slowest_host: SlowestHost | None = None
 
     @property
     def reads(self) -> ReadThreads:
@@ -320,7 +304,7 @@ class Stats:
         """Returns the figures as a flat dict for wandb or TensorBoard.
 
         For example: ``{"data/wait_share": 0.02, ...}``. Shares, times and rates are from the
-        last 30 seconds. Sums, such as the number of batches, are from the whole run. Figures that
+        last minute. Sums, such as the number of batches, are from the whole run. Figures that
         are None or text are left out.
 
         Args:
@@ -330,18 +314,10 @@ class Stats:
             **{n: getattr(self.total if f.is_sum else self.recent, n) for n, f in FIGURES.items()},
             "read_threads": self.read_threads,
         }
-        if (slowest := self.slowest_host) is not None:
-            found |= {
-                "slowest_host": slowest.host,
-                "slowest_host_behind_s": slowest.behind_s,
-                "slowest_host_share": slowest.share,
-            }
         return {f"{prefix}/{n}": v for n, v in found.items() if isinstance(v, int | float)}
 
     def __str__(self) -> str:
         lines = [str(self.recent)]
         if self.read_threads is not None:
             lines.append(f"threads that read: {self.reads}")
-        if self.slowest_host is not None:
-            lines.append(str(self.slowest_host))
         return "\n".join([*lines, f"since the beginning: {self.total.line(DONE)}"])

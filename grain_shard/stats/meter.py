@@ -11,16 +11,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from absl import logging
 
-from grain_shard.hosts.slowest import Waits
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.spans import STEP, WAIT
 from grain_shard.stats.counts import ReadThreads, mask_of, size_of
-from grain_shard.stats.figures import Figures, waits
+from grain_shard.stats.figures import Figures
 
 # Least seconds that recent figures cover, and least seconds between two figures that are kept.
-RECENT_S, _KEEP_S = 30.0, 5.0
+RECENT_S, _KEEP_S = 60.0, 5.0
+# The loop waits long for data if it waits for more than this share of the time.
+_LONG = 0.1
 
 
 class _Loop(NamedTuple):
@@ -40,7 +43,8 @@ class _Loop(NamedTuple):
 class Meter:
     """Measures the work of one iterator.
 
-    As a context manager it measures how long the training loop waits for a batch.
+    As a context manager it measures how long the training loop waits for a batch. If the loop
+    waits long for this host's data, the log says so, at most once a minute.
 
     Args:
         clock: Returns the time in seconds.
@@ -62,7 +66,7 @@ class Meter:
         self._faults: Callable[[], FaultCounts] = FaultCounts
         self._faults_before = FaultCounts()
         self._kept: deque[tuple[float, Figures]] = deque()  # (time, figures until that time)
-        self._reported = Figures()
+        self._logged = float("-inf")  # time of the last log line
 
     def tally(self) -> dict[str, float]:
         """Returns the calling thread's seconds by stage. Only this thread may add to them."""
@@ -123,6 +127,22 @@ class Meter:
             self._kept.append((now, self.total()))
             while len(self._kept) > 1 and self._kept[1][0] <= now - RECENT_S:
                 self._kept.popleft()
+            if min(now - self._kept[0][0], now - self._logged) >= RECENT_S:
+                self._log_long_wait(now)
+
+    def _log_long_wait(self, now: float) -> None:
+        recent = self.recent()
+        if recent.wait_share > _LONG:
+            self._logged = now
+            logging.warning(
+                "grain_shard: the training loop of host %d waited for this host's data %.0f %% of"
+                " the last %.0f s%s.\n"
+                "  remedy: grain_shard.profile(ds, step) says what would help.",
+                jax.process_index(),
+                recent.wait_share * 100,
+                recent.seconds,
+                "" if recent.busiest is None else f", mostly for {recent.busiest!r}",
+            )
 
     def total(self) -> Figures:
         """Returns the figures since the first ``next`` of the iterator."""
@@ -147,24 +167,9 @@ class Meter:
         return Figures(sums, stages_s, self._reads())
 
     def recent(self) -> Figures:
-        """Returns the figures of the last 30 to 35 seconds, without the first batch.
+        """Returns the figures of the last 60 to 65 seconds, without the first batch.
 
         Before the second batch, returns the figures since the first ``next``.
         """
         total = self.total()
         return total if total["batches"] < 2 else total.since(self._kept[0][1])
-
-    def waits_of_late(self, least_s: float) -> Waits:
-        """Returns the waits of the loop since the last call of this method.
-
-        The first call after the first batch returns the waits since that batch.
-
-        Args:
-            least_s: Least length of this time in seconds. A shorter time counts as one of this
-                length.
-        """
-        total, before = self.total(), self._reported
-        if not before["batches"] and self._kept:
-            before = self._kept[0][1]
-        self._reported = total
-        return waits(total.since(before), least_s)
