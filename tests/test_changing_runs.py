@@ -607,56 +607,36 @@ class TestEpochs:
             build()
 
 
-class TestASecondPass:
-    def test_over_a_shuffled_dataset_it_warns_once_with_the_remedy(self):
-        ds = sharded(8)
-        first = ids(ds)
-        with iter(ds) as iterator:
-            with pytest.warns(UserWarning, match=r"ds\.epochs\(n\).*\.batch\(B\)") as warned:
-                batch = next(iterator)
-            assert warned[0].filename == __file__, "it names the line of the loop"
-            assert ids([batch, *iterator]) == first
-        assert ids(ds) == first, "and once only"
+def sought(ds):
+    with iter(ds) as iterator:
+        iterator.seek(0)
+        next(iterator)
 
-    @pytest.mark.parametrize(
-        "build",
-        [
-            lambda: grain.MapDataset.range(20).map(lambda i: {"id": i}).batch(4),
-            lambda: records().batch(8).repeat(2),
-            lambda: records().repeat(2).batch(8),
-        ],
-        ids=["not shuffled", "repeated batches", "repeated records"],
-    )
-    def test_of_another_dataset_it_says_nothing(self, build):
-        ds = build().shard_to(data_mesh(4))
-        assert ids(ds) == ids(ds)
 
-    def test_a_look_at_the_first_batch_or_a_restore_is_no_pass(self):
-        ds = sharded(8)
-        _, state = after(ds, 1)  # a look at it
-        everything = ids(ds)
-        assert going_on(ds, state) == everything[1:]
-
-    def test_an_evaluation_that_goes_back_by_reset_means_it(self):
-        with iter(sharded(8)) as iterator:
-            first = ids(iterator)
-            iterator.reset()
-            assert ids(iterator) == first
-
+class TestIteratorsThatGaveOneBatch:
     @pytest.mark.parametrize("build", [sharded, in_feeds], ids=["random access", "feeds"])
-    def test_a_third_look_at_the_first_batch_is_told_of_the_loop_once(self, build):
+    def test_the_third_warns_that_each_begins_anew(self, build):
         ds = build(8)
         next(iter(ds)), next(iter(ds))
         with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before the loop") as warned:
             next(iter(ds))
         assert warned[0].filename == __file__
-        next(iter(ds))
 
-    def test_if_warnings_are_errors_it_is_one_and_no_thread_is_left(self):
-        ds = sharded(8)
-        ids(ds)
-        with pytest.raises(UserWarning, match="second pass"):  # they are, in this test suite
-            next(iter(ds))
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda ds: next(iter(ds.epochs(1))),
+            lambda ds: ids(ds),
+            lambda ds: ids(itertools.islice(ds, 2)),
+            sought,
+        ],
+        ids=["epochs", "to the end", "two batches", "seek"],
+    )
+    @pytest.mark.parametrize("num_records", [8, 20], ids=["one batch", "three batches"])
+    def test_other_uses_do_not_warn(self, use, num_records):
+        ds = sharded(8, num_records)
+        for _ in range(4):
+            use(ds)
 
 
 @st.composite

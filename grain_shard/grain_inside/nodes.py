@@ -263,12 +263,6 @@ def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
     return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
-def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a pipeline has a shuffle but no repeat, so all passes have the same order."""
-    found = {type(node) for node in walk(ds)}
-    return bool(found & _SHUFFLES) and REPEAT not in found
-
-
 def walk(ds: Any) -> Iterator[Any]:
     """Yields a dataset, then the datasets that it is made of, down to the sources."""
     yield ds

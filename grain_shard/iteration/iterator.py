@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -35,7 +36,6 @@ from grain_shard.hosts.together import AcrossHosts, Together
 from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
-from grain_shard.iteration.second_pass import Passes
 from grain_shard.jax_context import jax_context
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
@@ -147,8 +147,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             that calls ``next`` runs it, because it contains collectives. None leaves batches as
             they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
-        passes: The passes that all iterators of the dataset have made. None counts only the passes
-            of this iterator.
+        dropped: Gets the number of batches that the iterator had handed out when it was dropped. It
+            gets nothing if the iterator reached its end, or went to another position.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:
@@ -171,19 +171,18 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
-        passes: Passes | None = None,
+        dropped: deque[int] | None = None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._across, self._passes = across, passes or Passes()
+        self._across, self._dropped = across, dropped
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
             self._enter_context = jax_context()  # the context of the thread that runs __init__
             self._at = self._open(None)
-        self._beginning = self._at.position
 
     def __repr__(self) -> str:
         axes = describe_mesh(self._placer.mesh_axes)  # "" without a mesh, on a single device
@@ -217,9 +216,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def __next__(self) -> Batch:
         self.start_prefetch()
-        is_first = not self._at.taken and self.position == self._beginning
-        if is_first:
-            self._passes.begins()
         at = self._at
         at.run.together.check()
         if at.pending is None:
@@ -229,7 +225,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         batch, position, size = cast(Placed, at.pending)
         at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
-        self._passes.gives(is_first=is_first)
         try:
             self._at = Cursor(at.run, position, at.taken + 1)
             return batch
@@ -290,7 +285,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 # `ended` may raise the failure of another host. Outside the except block Python
                 # does not chain that failure to this host's StopIteration.
                 together.ended(self._host.next_batch(at.position))
-                self._passes.ends()
+                self._dropped = None
                 if self._reshard is not None:
                     self._reshard.wait()
                 raise StopIteration
@@ -401,7 +396,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             position: The position of an iterator over the same dataset; None for the beginning.
         """
         self._require_open()
-        self._beginning = None  # a pass that begins after this call is deliberate: no warning
+        self._dropped = None
         self._open_anew(position)
 
     def reset(self) -> None:
@@ -414,7 +409,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self._passes = Passes()  # a deliberate second pass needs no warning
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:
@@ -518,3 +512,5 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
             at.run.let_go()
+            if self._dropped is not None:
+                self._dropped.append(at.taken)

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+
 from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
-from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
+from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
-from grain_shard.iteration.grain_state import GrainState
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.iteration.settings import Settings
 from grain_shard.pace import MOST_THREADS, ReadPace
@@ -226,8 +227,7 @@ class RandomAccess(HostBatches):
         return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
     def from_state(self, state: dict[str, Any]) -> Progress:
-        if (of_grain := GrainState.of(state)) is not None:
-            return of_grain.position(self.position_at)
+        _refuse_state_of_grain(state)
         progress = self._progress_in(state)
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
@@ -261,6 +261,35 @@ class RandomAccess(HostBatches):
         if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
             return None  # a position past the end, or more batches than records
         return Progress(step, epoch, record)
+
+
+def _refuse_state_of_grain(state: Any) -> None:
+    """Raises a `StateError` with the `seek` that goes on, if Grain's own iterator saved the state.
+
+    An `ElasticIterator` counts records. Grain's other iterators over random access count elements,
+    with ``.mp_prefetch`` for each worker, and do not say how many records an element had.
+    """
+    match state:
+        case {"global_next_index": int(count)}:
+            remedy = f"call batches.seek(record={count})"
+        case {"next_index": int()} | {"iterators_in_use_states": [{"next_index": int()}, *_]}:
+            count = 0
+            for worker in state.get("iterators_in_use_states", [state]):
+                match worker:
+                    case {"next_index": int(given)}:
+                        count += given
+            records = count * state.get(PROCESSES, jax.process_count())
+            remedy = (
+                f"if .batch(global batch size) stood before .to_iter_dataset(), call"
+                f" batches.seek({count}). Else call batches.seek(record={records} * n), where n is"
+                " the number of records in an element of one process"
+            )
+        case _:
+            return
+    raise StateError(
+        f"an iterator of Grain's own saved this state, after {count} records or batches.\n  remedy:"
+        f" {remedy}. That is right only if Grain read the same records in the same order."
+    )
 
 
 def _whole_number(name: str, value: Any) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,7 +17,6 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.second_pass import Passes
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
@@ -40,7 +41,6 @@ class ShardedDataset(grain.IterDataset):
         settings: The options of `shard_to`.
         records_per_batch: Returns the number of records in a full global batch; None if it is not
             known.
-        same_order: True if the dataset is known to be shuffled with the same order in each pass.
 
     Example:
         >>> import grain_shard, jax
@@ -56,13 +56,12 @@ class ShardedDataset(grain.IterDataset):
         host: HostBatches,
         settings: Settings,
         records_per_batch: Callable[[], int | None],
-        same_order: bool = False,
     ):
         super().__init__(parent)
         self.host: HostBatches = host
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
-        self._passes = Passes(same_order)
+        self._dropped = deque[int](maxlen=2)  # of the last two iterators, see `ShardedIterator`
         self._series = Series()
         self._records_per_batch = records_per_batch
 
@@ -112,7 +111,14 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
+        if list(self._dropped) == [1, 1]:
+            warnings.warn(
+                "two iterators of this dataset gave only one batch each, and each iter(ds) begins"
+                " at the first batch again. Write `it = iter(ds)` once before the loop, and"
+                " `next(it)` in each step.",
+                stacklevel=3,  # the user's line; Grain wraps `__iter__` in one more function
+            )
+        return ShardedIterator(self.host, dropped=self._dropped, **self._how(self.host))
 
     def epochs(self, n: int) -> Epochs:
         """Returns the batches of several epochs, each in another order with other augmentations.

@@ -18,7 +18,6 @@ from grain_shard.feeding.host_feeds import (
     feeds_to_save,
     warn_of_shared_feeds,
 )
-from grain_shard.grain_inside import nodes
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.random_access import RandomAccess
@@ -68,7 +67,6 @@ class DevicePut(Settings, Stage):
             ds,
             RandomAccess(batching, Contents(ds), settings),
             lambda: batching.unpadded_sizes[0],
-            same_order=batching.num_epochs == 1 and nodes.is_shuffled(ds),
         )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
@@ -123,7 +121,6 @@ class DevicePut(Settings, Stage):
         ds: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
         records_per_batch: Callable[[], int | None],
-        same_order: bool = False,
     ) -> ShardedDataset:
         if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
             # Each host then trains by itself. That is allowed, but rarely intended.
@@ -135,7 +132,7 @@ class DevicePut(Settings, Stage):
                 " jax.devices().",
                 jax.process_count(),
             )
-        return ShardedDataset(ds, host, self, records_per_batch, same_order)
+        return ShardedDataset(ds, host, self, records_per_batch)
 
 
 def _check_can_leave_out(ds: RowMapDataset) -> None:
