@@ -1,4 +1,4 @@
-"""P15, P16, P18: the speed of sources that wait, and of sources that compute, with default options.
+"""P15, P16: the speed of sources that wait, and of sources that compute, with default options.
 
 A source sleeps for each read, like a bucket, a database or a network file system. `.shard_to` is
 compared with Grain's guide, and with itself at the best fixed number of threads. Two sources wait
@@ -31,8 +31,6 @@ GLOBAL_BATCH_SIZE = 256
 RECORDS_STORED = 16_384
 # Milliseconds of a read from a bucket, and of a read from a mounted bucket with some cache.
 BUCKET_MS, MOUNT_MS = 50, 20
-# For P18: one read in ONE_IN is slow, and takes TIMES as long as EVEN_MS, the time of other reads.
-ONE_IN, TIMES, EVEN_MS = 500, 50, 5
 LATENCIES_MS = (0, 1, 5, 20, 100)
 BEST = "best num_threads"
 RECORD = np.arange(768, dtype=np.float32)  # a record of 3 KB
@@ -68,26 +66,6 @@ class BatchedSource(Source):
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         self.wait(indices[0])
         return [{"x": RECORD.copy(), "index": np.int64(index)} for index in indices]
-
-
-class LateSource(Source):
-    """A `Source` in which one read in 500 takes 50 times as long.
-
-    Args:
-        latency_ms: Milliseconds of all other reads.
-        again: True if a slow record is slow each time that it is read. With False the next read of
-            the record may be fast.
-    """
-
-    def __init__(self, latency_ms: float, again: bool = False):
-        super().__init__(latency_ms)
-        self._again = again
-        self._reads: dict[int, int] = {}  # number of reads so far, by record, less one
-
-    def wait(self, index: int) -> None:
-        number = self._reads[index] = self._reads.get(index, -1) + 1
-        is_late = hash((index, 0 if self._again else number)) % ONE_IN == 0
-        time.sleep(self._latency_s * (TIMES if is_late else 1))
 
 
 KINDS = {"one by one": Source, "batched": BatchedSource}
@@ -226,25 +204,6 @@ def measure_computing(run: Run) -> Iterable[Round]:
     return rates(datasets, run, with_guide=False)
 
 
-def measure_tail(run: Run) -> Iterable[Round]:
-    seconds = 3 if run.quick else 10
-    late_again = LateSource(EVEN_MS, again=True)
-    sources = {
-        "late": grain_shard.HedgedSource(LateSource(EVEN_MS)),
-        "even": Source(EVEN_MS),
-        "late again": grain_shard.HedgedSource(late_again),
-        "late again, once": late_again,
-    }
-    return interleave(
-        {
-            name: functools.partial(records_per_second, shuffled(source), ours, seconds)
-            for name, source in sources.items()
-        },
-        run.rounds(quick=2, full=5),
-        warm_up=False,
-    )
-
-
 def measure_ranges(run: Run) -> Iterable[Round]:
     path = run.folder / "records"
     path.write_bytes(np.random.default_rng(0).bytes(RECORDS_STORED * RECORD.nbytes))
@@ -367,33 +326,5 @@ GROUPS = [
         f"3 KB ArrayRecords, 64 files on a FUSE mount of {MOUNT_MS} ms",
         measure_mount,
         STORAGE_COMPARISONS,
-    ),
-    Group(
-        "tail",
-        "A few reads that take long",
-        measure_tail,
-        [
-            Comparison(
-                "P18",
-                what=f"HedgedSource, one read of {EVEN_MS} ms in {ONE_IN} takes {TIMES} times as"
-                " long",
-                against="the source alone, none does",
-                unit="records/s",
-                ours="late",
-                theirs="even",
-                compared="ours / theirs",
-                goal=Goal("at least", 0.8),
-            ),
-            Comparison(
-                "P18",
-                what="the same, and it takes so long again when it is asked for again",
-                against="the source alone",
-                unit="records/s",
-                ours="late again",
-                theirs="late again, once",
-                compared="ours / theirs",
-                goal=Goal("at least", 0.9),
-            ),
-        ],
     ),
 ]

@@ -22,7 +22,6 @@ from .sharding.shard_by_mesh import ShardByMesh as ShardByMesh
 from .sharding.sharding_tree import ShardingTree as ShardingTree
 from .sources.array_record_source import ArrayRecordSource as ArrayRecordSource
 from .sources.array_source import ArraySource as ArraySource
-from .sources.hedged_source import HedgedSource as HedgedSource
 from .sources.mix import mix as mix
 from .tools.measuring.profiling import profile as profile
 from .tools.planning.plan import plan as plan

@@ -11,7 +11,7 @@ import zarr
 from numpy.lib.stride_tricks import sliding_window_view
 
 import grain_shard
-from grain_shard import ArraySource, BatchSchedule, HedgedSource, ShardingError
+from grain_shard import ArraySource, BatchSchedule, ShardingError
 from grain_shard.grain_inside.array_rows import ArrayRows
 from tests.conftest import data_mesh
 from tests.pipelines import assert_same_batches, shared_out
@@ -230,13 +230,6 @@ def test_a_subclass_is_refused_because_its_methods_would_not_always_count():
 
         class TenTimes(ArraySource):  # pyright: ignore[reportUnusedClass]
             pass
-
-
-def test_a_hedged_source_of_arrays_watches_its_reads(mesh):
-    hedged = HedgedSource(ArraySource({"x": np.arange(16)}))
-    ds = grain.MapDataset.source(hedged).batch(8).shard_to(mesh)
-    assert [np.asarray(b["x"]).tolist() for b in ds] == [[*range(8)], [*range(8, 16)]]
-    assert hedged.answered > 0
 
 
 @pytest.mark.parametrize("index", [1.0, "x", slice(3), None])

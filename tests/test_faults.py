@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, HedgedSource, Retries
+from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import faults
 from grain_shard.reading.faults import BadRecord, FaultRules, Faults
@@ -235,8 +235,7 @@ class TestRetries:
         assert counting.recovered(error, lambda: tries.append(1)).error is error
         assert not tries
 
-    @pytest.mark.parametrize("wrapped", [lambda source: source, HedgedSource], ids=["", "hedged"])
-    def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, kind, wrapped):
+    def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, kind):
         """A frame that has failed, and whose read was healed by another try, may hold much."""
 
         class Buffer:
@@ -253,9 +252,9 @@ class TestRetries:
         gc.collect()
         gc.disable()
         try:
-            ds = batches(wrapped(kind(16, fail)))
+            ds = batches(kind(16, fail))
             assert all_of(ds.shard_to(data_mesh(2))) == list(range(16))
-            eventually(lambda: not held)  # a thread of `HedgedSource` may not be done yet
+            eventually(lambda: not held)  # a thread may not be done yet
         finally:
             gc.enable()
 

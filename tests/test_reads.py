@@ -5,7 +5,6 @@ nothing here depends on how fast anything is.
 """
 
 import threading
-import time
 
 import grain
 import numpy as np
@@ -13,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import HedgedSource
 from grain_shard.pace import ReadPace
 from grain_shard.reading import contents, read, reads
-from grain_shard.sources import hedged_source
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
@@ -39,10 +36,6 @@ def in_order(num_records, global_batch_size):
         list(range(start, min(num_records, start + global_batch_size)))
         for start in range(0, num_records, global_batch_size)
     ]
-
-
-# What a `HedgedSource` waits for is late at once, and it may ask again for as much as is read.
-IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 @pytest.fixture
@@ -119,17 +112,13 @@ class TestSideBySide:
     num_threads=st.sampled_from([1, 2, 3, 8, 64]),
     buffer_size=st.integers(1, 5),
     many=st.booleans(),
-    hedged=st.booleans(),
     changes=st.lists(st.integers(1, 9), max_size=20),
 )
-def test_the_batches_are_the_same_however_many_threads_read_and_whatever_is_asked_for_again(
-    num_records, global_batch_size, num_threads, buffer_size, many, hedged, changes
+def test_the_batches_are_the_same_however_many_threads_read(
+    num_records, global_batch_size, num_threads, buffer_size, many, changes
 ):
-    # Inside a read others get their turn, to ask for the same.
-    pause = (lambda index, number: time.sleep(1e-4)) if hedged else nothing
-    source = (BatchedSource if many else Source)(num_records, pause)
     ds = (
-        grain.MapDataset.source(HedgedSource(source) if hedged else source)
+        grain.MapDataset.source((BatchedSource if many else Source)(num_records))
         .seed(3)
         .shuffle()
         .map(record)
@@ -138,8 +127,6 @@ def test_the_batches_are_the_same_however_many_threads_read_and_whatever_is_aske
     )
     settings_ = {"cpu_buffer_size": buffer_size, "num_threads": num_threads}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**IMPATIENT, "_MANY_TIMES": 0}.items():
-            patch.setattr(hedged_source, name, value)
         remaining = list(changes)
         done = ReadPace.done
 

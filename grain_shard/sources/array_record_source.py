@@ -13,20 +13,19 @@ import os
 import re
 import resource
 import sys
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import numpy as np
-from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 
-from grain_shard.sources.daemon_threads import Call, DaemonThreads
 from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
+_T = TypeVar("_T")
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
 
@@ -36,20 +35,12 @@ def _most_open() -> int:
     return sys.maxsize if most == resource.RLIM_INFINITY else most // 2
 
 
-# These threads open and read files for all sources of this process. There have to be many of them.
-# If the calls of a few threads of a pipeline occupied them all, a further thread of the pipeline
-# would bring no gain, and the pipeline would choose to use few threads. With 64 threads instead of
-# 256, a mount with a latency of 20 ms gave half the records per second.
-_HELPERS = DaemonThreads("grain-shard-files", min(256, _most_open() // 2))
 # The open files of each source of this process, as caches from paths to readers. The list has weak
 # references, which leave it when their caches are gone.
 _open_files: list[weakref.ref[Any]] = []
-# A file in the page cache answers in some 10 us, and a thread costs more than that. So files are
-# read side by side only after the first few files have taken this long together, in seconds.
+# A file in the page cache answers in some 10 us, and a thread costs more than that. So threads read
+# files only after the first few files have taken this long together, in seconds.
 _PATIENCE_S = 5e-3
-# A file that has not answered after `_LATE_S` seconds is logged as late. Because there may be
-# thousands of late files, the next one is logged only after `_AGAIN_S` seconds.
-_LATE_S, _AGAIN_S = 10.0, 60.0
 
 # array_record raises a RuntimeError or a ValueError for every failure. The text of the error has
 # the answer of the bucket or of the operating system. So a transient error is recognized by its
@@ -80,10 +71,11 @@ class ArrayRecordSource:
     records by the method ``_getitems``, which this source has. Grain's own `ArrayRecordDataSource`
     has only ``__getitems__``, which Grain does not call.
 
-    When the source is made, files whose records must be counted are opened side by side. Files stay
-    open for later reads, because opening a file takes several round trips on a mounted bucket. All
-    sources together keep at most about half of the files open that the process may open (``ulimit
-    -n``). Beyond that, files are closed, and opened again when they are needed.
+    Slow files, such as those of a mounted bucket, are read in threads. Files stay open for later
+    reads, because opening a file takes several round trips on a mounted bucket. All sources
+    together keep at most about half of the files open that the process may open (``ulimit -n``).
+    Beyond that, files are closed, and opened again when they are needed. Fork before a source is
+    made: array_record may crash in a process that is forked later.
 
     Example:
         >>> import tempfile
@@ -104,9 +96,10 @@ class ArrayRecordSource:
             in their names; one of these and a range of records of each file, e.g.
             ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; or the URL of one
             object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a
-            folder are sorted. Several paths keep the given order. ``~`` is the home folder.
-            array_record itself reads the object of a URL, with this host's credentials, and the log
-            warns if that takes long. Any other bucket must be mounted.
+            folder are sorted. Several paths keep the given order. ``~`` is the home folder. A
+            relative path is one of the folder that is current when the source is made. array_record
+            itself reads the object of a URL, with this host's credentials. Any other bucket must be
+            mounted.
         reader_options: Options of each reader, e.g. ``{"index_storage_option": "in_memory"}``.
 
     Raises:
@@ -129,9 +122,9 @@ class ArrayRecordSource:
             raise ValueError("paths is empty: there is nothing to read")
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
-        self._parts = list(itertools.chain(*_side_by_side(_parts_of, list(zip(given)))))
+        self._parts = list(itertools.chain(*_in_threads(_parts_of, given)))
         ranges = sorted(
-            (os.path.abspath(path), start, math.inf if stop is None else stop, path)
+            (os.path.normpath(path), start, math.inf if stop is None else stop, path)
             for path, start, stop in self._parts
         )
         for (file, _, stop, _), (next_file, start, _, path) in itertools.pairwise(ranges):
@@ -142,7 +135,7 @@ class ArrayRecordSource:
                     " or a range) that name the records. To give records a larger weight, use"
                     " grain_shard.mix."
                 )
-        counts = _side_by_side(self._count, self._parts)
+        counts = _in_threads(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
         # A record's position in its file is its index in the source plus the shift of its part. The
         # first record of a part has the index `end - count` and the position `part.start`.
@@ -151,16 +144,16 @@ class ArrayRecordSource:
 
     @property
     def paths(self) -> list[str]:
-        """Files, in the order of their records. A file with two ranges is listed twice."""
+        """Absolute paths, in the order of the records. A file with two ranges is listed twice."""
         return [part.path for part in self._parts]
 
     def where(self, index: SupportsIndex) -> RecordPlace:
         """Returns the file of a record, and the record's position in it.
 
         Example:
-            >>> source = ArrayRecordSource(["train-0[10:20]", "train-1[0:5]"])
+            >>> source = ArrayRecordSource(["/data/train-0[10:20]", "/data/train-1[0:5]"])
             >>> source.where(12)
-            RecordPlace(path='train-1', position=2)
+            RecordPlace(path='/data/train-1', position=2)
 
         Raises:
             IndexError: There is no such record.
@@ -186,13 +179,14 @@ class ArrayRecordSource:
         by_part = np.argsort(parts, kind="stable")
         borders = np.flatnonzero(np.diff(parts[by_part])) + 1
         of_files = np.split(by_part, borders) if len(wanted) else []
-        reads = []
+        files, positions = [], []
         for places in of_files:
             part = parts[places[0]]
-            positions = (wanted[places] + self._shifts[part]).tolist()
-            reads.append((self._parts[part].path, positions))
+            files.append(self._parts[part].path)
+            positions.append((wanted[places] + self._shifts[part]).tolist())
         records = [b""] * len(indices)
-        for places, found in zip(of_files, _side_by_side(self._read, reads), strict=True):
+        of_files_found = _in_threads(self._read, files, positions)
+        for places, found in zip(of_files, of_files_found, strict=True):
             for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
         return records
@@ -226,8 +220,9 @@ class ArrayRecordSource:
         # Open readers are not pickled: another process opens the files itself.
         return {name: value for name, value in vars(self).items() if name != "_reader"}
 
-    def _count(self, path: str, start: int, stop: int | None) -> int:
-        return (self._reader(path).num_records() if stop is None else stop) - start
+    def _count(self, part: _Part) -> int:
+        stop = self._reader(part.path).num_records() if part.stop is None else part.stop
+        return stop - part.start
 
     def __repr__(self) -> str:
         return f"ArrayRecordSource({len(self._parts)} files, {len(self)} records)"
@@ -264,7 +259,9 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
                 "  remedy: mount the bucket and give the path or pattern below the mount's folder,"
                 " or write a source of your own (docs/buckets.md)."
             )
-    return [_Part(file, start, stop) for file in files]
+    # Files are also opened later, and in other processes, where the current folder may be another.
+    absolute = [file if file.startswith(BUCKET) else str(Path(file).absolute()) for file in files]
+    return [_Part(file, start, stop) for file in absolute]
 
 
 def _opened(options: str, path: str) -> Any:
@@ -276,48 +273,31 @@ def _opened(options: str, path: str) -> Any:
     return open_file(options, path)
 
 
-def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Calls a function for each item, and returns the results in the order of the items.
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Returns the threads that open and read files, for all sources of this process."""
+    # On a mount with a latency of 20 ms, 64 threads read fewer records per second, 256 no more. A
+    # thread may read a file that the cache has dropped, so that still more files are open.
+    return ThreadPoolExecutor(min(128, _most_open() // 2), "array-record-files")
 
-    The calling thread makes the first calls. If they take long, other threads make the remaining
-    calls, side by side. A call for a bucket's object is always made by another thread: without a
-    network or credentials, array_record blocks its caller for a quarter of an hour, and Ctrl-C does
-    not end that.
+
+# A forked process has none of the threads, so it makes its own.
+os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[_T]:
+    """Returns the results of calls, in order. If the first calls are slow, threads make the others.
 
     Args:
-        function: The function.
-        items: The arguments of each call: a path, and further arguments.
-
-    Raises:
-        RuntimeError: The main thread ended before a file answered.
+        function: The function. It must not call `_in_threads`: threads that wait for free threads
+            could wait for each other.
+        *arguments: The arguments of the calls, as for `map`.
     """
     until = time.perf_counter() + _PATIENCE_S
-    results: list[Any] = []
-    calls = deque[tuple[str, Call]]()  # a path and its call, in the order of the items
-    for item in items:
-        # After a call of another thread, this thread makes no call, to keep the order.
-        is_slow = calls or str(item[0]).startswith(BUCKET) or time.perf_counter() > until
-        call = None
-        while is_slow and (call := _HELPERS.call(function, *item)) is None and calls:
-            results.append(_answer(*calls.popleft()))
-        if call is not None:
-            calls.append((item[0], call))
-        else:
-            results.append(function(*item))
-    return results + [_answer(*call) for call in calls]
-
-
-def _answer(path: str, call: Call) -> Any:
-    """Waits for the result of a call for a file, and returns it."""
-    while not call.wait(_LATE_S):
-        # At its end, the program waits for this thread, so this thread must not wait on.
-        if not threading.main_thread().is_alive():
-            raise RuntimeError(f"{path!r} did not answer before the program ended")
-        text = (
-            f"{path} has not answered for {_LATE_S:.0f} s or more: check that this host can reach"
-            " the file. For a file in a bucket, an error comes only after a quarter of an hour."
-            " Check this host's credentials for the bucket, or mount the bucket and give the path"
-            " below the mount's folder."
-        )
-        logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
-    return call.result()
+    remaining = zip(*arguments, strict=True)
+    results: list[_T] = []
+    for call in remaining:
+        results.append(function(*call))
+        if time.perf_counter() > until:
+            break
+    return results + list(_threads().map(lambda call: function(*call), remaining))
