@@ -179,6 +179,12 @@ def describe_leaf(leaf: Any) -> str:
     return type(leaf).__name__
 
 
+def shortened(value: Any) -> str:
+    """Returns the repr of a value, cut to 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def describe_error(error: BaseException) -> str:
     """Returns the text of an error for other hosts: its class, its message and the notes on it.
 

@@ -223,8 +223,8 @@ class TestWhereNoOtherSizeCanBeHad:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("step", value) for value in (10**30, 17, -1, 1.0, "1", None, True)),
-        *(("record", value) for value in (-1, 41, 8.0)),
+        *(("step", value) for value in (10**30, 17, -1, 1.5, "1", None, True)),
+        *(("record", value) for value in (-1, 41, 8.5)),
         *(("epoch", value) for value in (-1, 2, 10**30)),
         ("kind", "stream"),
         ("kind", None),

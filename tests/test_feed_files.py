@@ -18,6 +18,7 @@ from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.state_json import sealed
 from tests.conftest import data_mesh
 from tests.pipelines import shared_out
 
@@ -61,7 +62,7 @@ def even(num_hosts, num_shards):
 def state_of(host, step=3, entry=lambda feed: {"state": {"next": feed}}):
     """As a host's `get_state` gives it: the feeds that it runs."""
     fields = {"kind": "feeds", "step": step, **host.fingerprint}
-    return {**fields, "feeds": {str(feed): entry(feed) for feed in host.own_feeds.run}}
+    return {**fields, "feeds": {str(feed): sealed(entry(feed)) for feed in host.own_feeds.run}}
 
 
 def save(folder, hosts, **how):

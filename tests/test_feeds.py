@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.feeding.host_feeds import warn_of_shared_feeds
+from grain_shard.state_json import sealed
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
@@ -288,7 +289,7 @@ def test_feeds_that_ignore_their_number_are_named_once(num_workers, caplog):
 def test_an_entry_that_the_feed_cannot_take_names_the_feed():
     ds = numbers([9] * 4).batch(8).shard_to(data_mesh(4))
     _, state = after(ds, 0)
-    state["feeds"]["2"] = {"state": {"something": "else"}}
+    state["feeds"]["2"] = sealed({"state": {"something": "else"}})  # as another pipeline saves it
     with pytest.raises(grain_shard.StateError, match="cannot restore this state") as refusal:
         after(ds, 1, state)
     assert "grain_shard: in feed 2 of 4" in refusal.value.__notes__

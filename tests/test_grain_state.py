@@ -73,8 +73,9 @@ def test_the_records_of_all_processes_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"next_index": 3}, r"batches\.seek\(3\)"),
-        ({"next_index": 3.0}, "the state is not the state of a random-access pipeline"),
+        ({"next_index": 3.0}, r"batches\.seek\(3\)"),
+        ({"next_index": "3"}, "the state is not the state of a random-access pipeline"),
+        ({"next_index": 1 << 4000, "processes": "4"}, r"batches\.seek\("),
         ({"iterators_in_use_states": 5}, "the state is not the state of a random-access pipeline"),
         ({"iterators_in_use_states": [{"next_index": 3}, 5]}, r"batches\.seek\(3\)"),
         ({"last_seen_indices": {"0": 7}, "worker_count": 0}, "it lacks 'step'"),  # a DataLoader's

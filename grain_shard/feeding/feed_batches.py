@@ -28,6 +28,7 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
+from grain_shard.state_json import from_storage
 from grain_shard.tasks import Items, Producer, Raised
 from grain_shard.trees import Batch
 
@@ -286,7 +287,7 @@ class FeedIterator(BatchIterator):
         return self._position.to_state(self._ds.feeds.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        ds, before, (state, _) = self._ds, self._turns, without_digest(state)
+        ds, before, (state, _) = self._ds, self._turns, without_digest(from_storage(state))
         # The new feeds replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed feed.
         self._go_to(FeedsPosition.of_state(state, ds.feeds.fingerprint, ds.rows.by_feed))

@@ -7,17 +7,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from grain_shard.errors import StateError
-from grain_shard.feeding.feed_reader import ENDED, FeedState
+from grain_shard.errors import StateError, shortened
+from grain_shard.feeding.feed_reader import FeedState
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
-from grain_shard.reading.state_json import from_json, to_json
+from grain_shard.state_json import UNCHANGED, sealed, unsealed
 
 # Keys of a state: the number of batches handed out, and the user's choice for a feed that has ended
 # ("pad", "drop" or "error").
 _STEP, REMAINDER = "step", "remainder"
-_UNCHANGED = "  remedy: pass set_state() the value that get_state() returned, unchanged."
 
 
 class FeedsPosition(NamedTuple):
@@ -65,11 +64,11 @@ class FeedsPosition(NamedTuple):
         )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
-            problem = f"the state's number of batches is {step!r}, not a whole number of 0 or more."
-            raise StateError(f"{problem}\n{_UNCHANGED}")
+            problem = f"the state's number of batches is {shortened(step)}, not a whole number"
+            raise StateError(f"{problem} of 0 or more.\n{UNCHANGED}")
         saved = state[FEED_ENTRIES]
         if not isinstance(saved, Mapping):
-            raise StateError(f"the state's feeds are {saved!r}, not a dict.\n{_UNCHANGED}")
+            raise StateError(f"the state's feeds are {shortened(saved)}, not a dict.\n{UNCHANGED}")
         missing = [feed for feed in feeds if str(feed) not in saved]
         if missing:
             raise StateError(
@@ -78,14 +77,14 @@ class FeedsPosition(NamedTuple):
                 f' the "{FEED_ENTRIES}" dicts of the states of all hosts, because get_state()'
                 " returns only the feeds of the host on which it is called."
             )
-        states = {feed: from_json(saved[str(feed)]) for feed in feeds}
-        for feed, feed_state in states.items():
-            is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
-            # An entry is {"state": ...}, or `ENDED`, or {} before the first batch. With any other
-            # entry the feed would start from its beginning, so any other entry is an error.
-            if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
-                entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
-                raise StateError(f"{entry}\n{_UNCHANGED}")
+        states = {
+            feed: unsealed(saved[str(feed)], f"the entry of feed {feed} in the state")
+            for feed in feeds
+        }
+        begins = [feed for feed, feed_state in states.items() if step and not feed_state]
+        if begins:
+            problem = f"feeds {shortened(begins)} are at their beginning in a state of step {step}"
+            raise StateError(f"{problem}.\n{UNCHANGED}")
         return cls(step, {feed: pickle.dumps(state) for feed, state in states.items()})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:
@@ -94,7 +93,7 @@ class FeedsPosition(NamedTuple):
         Args:
             fingerprint: The fields that must be the same when the state is restored.
         """
-        states = {str(feed): to_json(state) for feed, state in self.feed_states().items()}
+        states = {str(feed): sealed(state) for feed, state in self.feed_states().items()}
         return {KIND: FEEDS, _STEP: self.step, **fingerprint, FEED_ENTRIES: states}
 
     def feed_states(self) -> dict[int, FeedState]:

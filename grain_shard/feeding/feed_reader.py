@@ -16,9 +16,9 @@ from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
-from grain_shard.reading.state_json import restore
 from grain_shard.reading.stream_dataset import refuse_lost_epochs
 from grain_shard.spans import READ, span
+from grain_shard.state_json import restore
 from grain_shard.tasks import Raised
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]

@@ -296,6 +296,16 @@ def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def text(ds: grain.MapDataset | grain.IterDataset) -> str:
+    """Returns a node's text. Lists, ranges and arrays as a source have the same text.
+
+    Of these only the records count, which may be the same in another container.
+    """
+    source = getattr(ds, "_source", None)
+    is_container = isinstance(source, list | tuple | range) or hasattr(source, "dtype")
+    return type(ds).__name__ if is_container else str(ds)
+
+
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     """Returns arguments of a node that change the order of records but are not in ``str(node)``."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")

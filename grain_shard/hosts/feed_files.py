@@ -13,21 +13,21 @@ each write these files::
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
 
-from grain_shard.errors import StateError
+from grain_shard.errors import StateError, shortened
+from grain_shard.hosts.json_files import damaged, listed, read_object, write_object
 
 # Keys of a state of feeds: the dict with the state of each feed, and the number of feeds.
 FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
 
-_NAME = re.compile(r"feeds-(\d+)-(\d+)-of-(\d+)\.json")
-_MOST_NAMES = 8  # most names of files that a message lists
+_NAME = re.compile(r"feeds-([0-9]+)-([0-9]+)-of-([0-9]+)\.json")
 
 
 class OwnFeeds(NamedTuple):
@@ -60,17 +60,14 @@ class FeedFile(NamedTuple):
         """Returns the file with a given name; None if it is not the name of a file of feeds."""
         match = _NAME.fullmatch(name)
         file = cls(*map(int, match.groups())) if match else None
-        return file if file is not None and file.first <= file.last < file.num_feeds else None
+        if file is None or not file.first <= file.last < file.num_feeds:
+            return None
+        return file if file.name == name else None
 
     @property
     def name(self) -> str:
         """Name of the file in the folder."""
         return f"feeds-{self.first:05d}-{self.last:05d}-of-{self.num_feeds:05d}.json"
-
-    @property
-    def feeds(self) -> range:
-        """Numbers of the feeds in the file."""
-        return range(self.first, self.last + 1)
 
 
 def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[int]) -> None:
@@ -84,7 +81,7 @@ def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[in
     for feeds in _runs(saved):
         file = FeedFile(feeds[0], feeds[-1], state[NUM_FEEDS])
         entries = {str(feed): state[FEED_ENTRIES][str(feed)] for feed in feeds}
-        (directory / file.name).write_text(json.dumps({**state, FEED_ENTRIES: entries}))
+        write_object(directory / file.name, {**state, FEED_ENTRIES: entries})
 
 
 def read_feeds(
@@ -105,9 +102,10 @@ def read_feeds(
         StateError: A feed is in no file or in two files; or the files that were read are damaged,
             or differ in their step or pipeline.
     """
-    file_of = _complete(directory, files)
-    wanted = list(dict.fromkeys(file_of[feed] for feed in run if feed in file_of))
-    first, *others = wanted or files[:1]
+    files = _complete(directory, files)
+    ends = [file.last for file in files]
+    wanted = [files[bisect.bisect_left(ends, feed)] for feed in run if feed < files[0].num_feeds]
+    first, *others = dict.fromkeys(wanted or files[:1])
     joined = _of_file(directory, first)
     for file in others:
         state = _of_file(directory, file)
@@ -115,53 +113,55 @@ def read_feeds(
             if key != FEED_ENTRIES and joined.get(key) != state.get(key):
                 raise _not_of_one_checkpoint(
                     directory,
-                    f"{key} is {joined.get(key)!r} in {first.name}"
-                    f" and {state.get(key)!r} in {file.name}",
+                    f"{key} is {shortened(joined.get(key))} in {first.name}"
+                    f" and {shortened(state.get(key))} in {file.name}",
                 )
         joined[FEED_ENTRIES].update(state[FEED_ENTRIES])
     return joined
 
 
-def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, FeedFile]:
-    """Returns the file of each feed, by the feed's number.
+def _complete(directory: epath.Path, files: Iterable[FeedFile]) -> list[FeedFile]:
+    """Returns the files in the order of their feeds.
 
     Only the names of the files are used. So every host gets the same result, or the same error.
 
     Raises:
         StateError: A feed is in no file or in two files, or files differ in the number of feeds.
     """
-    file_of: dict[int, FeedFile] = {}
-    for file in files:
-        if file.num_feeds != files[0].num_feeds:
+    files = sorted(files)
+    missing, end, num_feeds = [], 0, files[0].num_feeds
+    for before, file in zip(files[:1] + files, files, strict=False):
+        if file.num_feeds != num_feeds:
             differ = f"{files[0].name} and {file.name} differ in the number of feeds"
             raise _not_of_one_checkpoint(directory, differ)
-        for feed in file.feeds:
-            if feed in file_of:
-                twice = f"{file_of[feed].name} and {file.name} both hold feed {feed}"
-                raise _not_of_one_checkpoint(directory, twice)
-            file_of[feed] = file
-    num_feeds = files[0].num_feeds
-    missing = [feed for feed in range(num_feeds) if feed not in file_of]
+        if file.first < end:
+            twice = f"{before.name} and {file.name} both hold feed {file.first}"
+            raise _not_of_one_checkpoint(directory, twice)
+        missing.append(range(end, file.first))
+        end = file.last + 1
+    missing = [feeds for feeds in (*missing, range(end, num_feeds)) if feeds.start < feeds.stop]
     if missing:
-        names = [file.name for file in files[:_MOST_NAMES]]
-        more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
+        count = sum(feeds.stop - feeds.start for feeds in missing)
         raise StateError(
-            f"{directory} lacks {len(missing)} of {num_feeds} feeds: {_described(missing)}.\n"
-            f"  found:  {', '.join(names)}{more}\n"
+            f"{directory} lacks {count} of {num_feeds} feeds:"
+            f" {listed([_described(feeds) for feeds in missing])}.\n"
+            f"  found:  {listed([file.name for file in files])}\n"
             "  remedy: restore another step. Call the save on every host: each host writes only"
             " its own feeds."
         )
-    return file_of
+    return files
 
 
 def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
     path = directory / file.name
     state = read_object(path)
-    entries = state.get(FEED_ENTRIES)
-    if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
+    entries, feeds = state.get(FEED_ENTRIES), range(file.first, file.last + 1)
+    # A name may promise more feeds than fit into memory, so the numbers are compared first.
+    count = len(entries) if isinstance(entries, dict) else 0
+    if count != feeds.stop - feeds.start or set(entries or ()) != set(map(str, feeds)):
         raise damaged(
             path,
-            f"its name says feeds {_described(file.feeds)}, but it holds a different set of feeds",
+            f"its name says feeds {_described(feeds)}, but it holds a different set of feeds",
         )
     return state
 
@@ -184,34 +184,6 @@ def _runs(feeds: Iterable[int]) -> list[list[int]]:
     return [[feed for _, feed in of_run] for _, of_run in numbered]
 
 
-def _described(feeds: Iterable[int]) -> str:
-    runs = _runs(feeds)
-    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
-
-
-def read_object(path: epath.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file.
-
-    Raises:
-        StateError: The file does not hold a JSON object, or cannot be read.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:  # the text is not JSON, or the bytes are not text
-        raise damaged(path, str(error)) from error
-    except OSError as error:
-        remedy = "check that this host can read the file."
-        raise StateError(f"{path} cannot be read: {error}\n  remedy: {remedy}") from error
-    if not isinstance(found, dict):
-        raise damaged(path, f"it holds a {type(found).__name__} in place of a JSON object")
-    return found
-
-
-def damaged(path: epath.Path, how: str) -> StateError:
-    """Returns the error for a file with wrong contents.
-
-    Args:
-        path: The file.
-        how: The fault in the contents.
-    """
-    return StateError(f"{path} is damaged: {how}.\n  remedy: restore another step.")
+def _described(feeds: range) -> str:
+    first, last = feeds.start, feeds.stop - 1
+    return f"{first} to {last}" if first < last else str(first)

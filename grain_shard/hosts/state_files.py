@@ -8,7 +8,6 @@ read; see `feed_files`.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -16,7 +15,8 @@ import jax
 from etils import epath
 
 from grain_shard.errors import StateError
-from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, read_object, write_feeds
+from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, write_feeds
+from grain_shard.hosts.json_files import listed, read_object, write_object
 
 # The key of a state for the kind of its pipeline, and the three kinds.
 KIND = "kind"
@@ -42,9 +42,9 @@ def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEE
     if state.get(KIND) == FEEDS:
         write_feeds(directory, state, feeds.saved)
     elif not is_shared(state):
-        (directory / _own_name()).write_text(json.dumps(state))
+        write_object(directory / _own_name(), state)
     elif jax.process_index() == 0:
-        (directory / _SHARED).write_text(json.dumps(state))
+        write_object(directory / _SHARED, state)
 
 
 def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
@@ -63,7 +63,11 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
             damaged; or files are not from the same step and pipeline.
     """
     directory = epath.Path(directory)
-    found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    try:
+        found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    except OSError as error:
+        remedy = "pass the folder into which the state was saved."
+        raise StateError(f"{directory} cannot be read: {error}\n  remedy: {remedy}") from error
     for name in (_SHARED, _own_name()):
         if name in found:
             return read_object(directory / name)
@@ -81,7 +85,7 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         remedy = "pass the folder into which the state was saved, or restore another step."
     raise StateError(
         f"no state for host {jax.process_index()} of {jax.process_count()} in {directory}.\n"
-        f"  found:  {', '.join(found) or 'nothing'}\n"
+        f"  found:  {listed(found)}\n"
         f"  remedy: {remedy}"
     )
 

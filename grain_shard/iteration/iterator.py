@@ -40,6 +40,7 @@ from grain_shard.jax_context import jax_context
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
+from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
@@ -307,11 +308,16 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         differ, that call raises a `StateError`.
 
         Args:
-            state: The value that ``get_state`` returned.
+            state: The value that ``get_state`` returned. A storage may have changed the types of
+                its values, such as ints to arrays without axes.
 
         Raises:
-            StateError: The state was saved by another pipeline. The message names the difference.
+            StateError: The state was saved by another pipeline, or its values were changed. The
+                message names the difference.
         """
+        self._restore(from_storage(state))
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self._require_open()
         self.get_state()  # raises if the iterator has no state: then it cannot restore one either
         state, digest = without_digest(state)
@@ -344,7 +350,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             StateError: The folder has no state for this host; a file is damaged; files are of
                 different steps; or the state was saved by another pipeline.
         """
-        self.set_state(read_state(directory, self._host.own_feeds))
+        self._restore(read_state(directory, self._host.own_feeds))
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.

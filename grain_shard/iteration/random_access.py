@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from grain_shard.background import Background, TaskStage
-from grain_shard.errors import ShardingError, StateError
+from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
@@ -231,14 +231,14 @@ class RandomAccess(HostBatches):
         progress = self._progress_in(state)
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
-        if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
+        if state.get(KIND) == self.kind and self._STEP in state:
             same = all(state.get(name, value) == value for name, value in current.items())
             if same or not all(key in state for key in keys):
                 self._require_counted_alike(state)
         current = {KIND: self.kind, **current}
         check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
         if progress is None:
-            stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
+            stands = ", ".join(f"{key} {shortened(state[key])}" for key in keys)
             raise StateError(
                 f"the state is at {stands}, and this dataset of"
                 f" {self._batching.num_batches():,} batches has no such position.\n  remedy: pass"
@@ -247,10 +247,8 @@ class RandomAccess(HostBatches):
             )
         return progress
 
-    def _progress_in(self, state: Any) -> Progress | None:
+    def _progress_in(self, state: Mapping[str, Any]) -> Progress | None:
         """Returns the position of a state; None if the state has none, or one past this dataset."""
-        if not isinstance(state, Mapping):
-            return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs
         step, epoch, record = (state.get(key, 0) for key in (self._STEP, self._EPOCH, self._RECORD))
         if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
@@ -278,7 +276,8 @@ def _refuse_state_of_grain(state: Any) -> None:
                 match worker:
                     case {"next_index": int(given)}:
                         count += given
-            records = count * state.get(PROCESSES, jax.process_count())
+            processes = state.get(PROCESSES)
+            records = count * (processes if type(processes) is int else jax.process_count())
             remedy = (
                 f"if .batch(global batch size) stood before .to_iter_dataset(), call"
                 f" batches.seek({count}). Else call batches.seek(record={records} * n), where n is"

@@ -6,15 +6,15 @@ import contextlib
 import pickle
 from typing import Any
 
-from grain_shard.errors import ShardingError, StateError
+from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, STREAM
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.iterable import require_another_pass, require_new_pass
-from grain_shard.reading.state_json import from_json, restore, to_json
 from grain_shard.reading.stream_dataset import StreamDataset
+from grain_shard.state_json import restore, sealed, unsealed
 from grain_shard.trees import Batch
 
 
@@ -75,12 +75,13 @@ class Stream(HostBatches):
         return batch
 
     def to_state(self, position: bytes) -> dict[str, Any]:
-        return {KIND: self.kind, self._PARENT: to_json(pickle.loads(position))}
+        return {KIND: self.kind, **sealed({self._PARENT: pickle.loads(position)})}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
-        if not isinstance(state, dict) or set(state) != {KIND, self._PARENT}:
+        saved = {key: value for key, value in state.items() if key != KIND}
+        if state.get(KIND) != self.kind or self._PARENT not in saved:
             raise StateError(
-                f"the state is not the state of a stream: {state!r}.\n"
+                f"the state is not the state of a stream: {shortened(state)}.\n"
                 "  remedy: restore with the pipeline that saved the state."
             )
-        return pickle.dumps(from_json(state[self._PARENT]))
+        return pickle.dumps(unsealed(saved, "the state of the stream")[self._PARENT])

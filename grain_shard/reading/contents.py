@@ -120,7 +120,7 @@ def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
     return {**state, _SOURCE: f"{state[_SOURCE]}{_MARK}{digest}"} if digest else state
 
 
-def without_digest(state: Any) -> tuple[Any, str]:
+def without_digest(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Returns a state without its digest of contents, and the digest.
 
     The digest is "" if the state has none.
@@ -129,8 +129,8 @@ def without_digest(state: Any) -> tuple[Any, str]:
         >>> without_digest({"step": 3, "source": "aaaa-bbbb"})
         ({'step': 3, 'source': 'aaaa'}, 'bbbb')
     """
-    source = state.get(_SOURCE) if isinstance(state, Mapping) else None
+    source = state.get(_SOURCE)
     if not isinstance(source, str):
-        return state, ""
+        return dict(state), ""
     source, _, digest = source.partition(_MARK)
     return {**state, _SOURCE: source}, digest

@@ -19,10 +19,11 @@ from typing import Any
 import grain
 
 from grain_shard.digest import digest
-from grain_shard.errors import StateError
+from grain_shard.errors import StateError, shortened
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Progress
 from grain_shard.sources.mix import MixedByRecord
+from grain_shard.state_json import UNCHANGED
 
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
@@ -140,24 +141,19 @@ def check_fingerprint(
         optional: Fields of the fingerprint that a state may lack.
 
     Raises:
-        StateError: The state is no dict, lacks a key, or has a field of the fingerprint that
-            differs. The message names the keys and fields.
+        StateError: The state lacks a key or has another one, or has a field of the fingerprint
+            that differs. The message names the keys and fields.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(
-            f"the state is {state!r}, not a dict.\n"
-            "  remedy: pass set_state() the dict that get_state() returned."
-        )
     missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
     changed = [name for name in current if name in state and state[name] != current[name]]
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
             f"the state is not the state of {kind}: it lacks {', '.join(map(repr, missing))}."
-            f"\n  state:  {dict(state)}"
+            f"\n  state:  {shortened(state)}"
             f"\n  remedy: pass set_state() the dict that get_state() of {kind} returned."
         )
     if changed:
-        lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
+        lines = [f"  {n}: saved {shortened(state[n])}, now {current[n]!r}" for n in changed]
         remedy = "restore with the pipeline that saved the state."
         if "global_batch_size" in changed:
             remedy = (
@@ -173,6 +169,10 @@ def check_fingerprint(
             + "\n".join(lines)
             + f"\n  remedy: {remedy}"
         )
+    if unknown := sorted(set(state) - {*keys, *current, *optional}):
+        raise StateError(
+            f"the state of {kind} has other fields: {shortened(unknown)}.\n{UNCHANGED}"
+        )
 
 
 def _source(node: Any) -> tuple[Any, ...]:
@@ -185,4 +185,4 @@ def _source(node: Any) -> tuple[Any, ...]:
 
 
 def _text(node: Any) -> str:
-    return _PLACE.sub("", str(node))
+    return _PLACE.sub("", nodes.text(node))

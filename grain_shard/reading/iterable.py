@@ -14,7 +14,7 @@ import numpy as np
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes
 from grain_shard.host_arrays import owned
-from grain_shard.reading.state_json import NoState
+from grain_shard.state_json import NoState
 from grain_shard.trees import Batch, leaves_of
 
 Rows = Literal["global", "local"]
