@@ -17,6 +17,8 @@ MANY_DIGITS = 16
 # Arrays of fewer bytes than this are digested as a whole. From a larger array, the digest takes
 # samples at even distances.
 _MOST_BYTES = 2**20
+# What NumPy takes for an array. It takes bytes and text for text.
+_ARRAYS = bool | int | float | complex | bytearray | memoryview
 
 
 def digest(value: Any) -> str:
@@ -32,12 +34,14 @@ def digest(value: Any) -> str:
 def element_digest(element: Any, digits: int = DIGITS) -> str:
     """Returns a few hex digits that stand for the values of an element, the same in every process.
 
-    An array of 1 MiB or more counts only by a sample of its values. An absolute path counts only by
-    its file name.
+    The digest is of bits, shapes, dtypes and keys. It is not of containers: a number and an array
+    without axes, a memory map and an array, a dict and another mapping, a list and a tuple have the
+    same digest. An array of 1 MiB or more counts only by a sample of its values. An absolute path
+    counts only by its file name.
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
-        'aca2'
+        '5200'
 
     Args:
         element: Bytes, text, numbers, arrays, images, dataclasses, or a tree of them.
@@ -53,37 +57,58 @@ def element_digest(element: Any, digits: int = DIGITS) -> str:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    yield f"<{type(value).__name__}>".encode()
-    if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
-        yield from _array_parts(np.asarray(value))
-    elif value is None or isinstance(value, bool | int | float | complex):
-        yield repr(value).encode()
-    elif isinstance(value, str | os.PathLike):
+    """Yields the bytes of a value. No value's bytes are the beginning of another value's bytes."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
         # Only the file name of an absolute path counts, because hosts and runs may keep the same
         # files in different folders.
-        text = os.fspath(value)
-        yield (os.path.basename(text) if os.path.isabs(text) else text).encode()
-    elif isinstance(value, bytes | bytearray | memoryview):
-        yield from _array_parts(np.frombuffer(value, np.uint8))
+        text = os.path.basename(value) if os.path.isabs(value) else value
+        yield from _sized("text", text.encode(errors="surrogatepass"))
+    elif isinstance(value, bytes):
+        yield from _sized("bytes", value)
+    elif value is None:
+        yield b"<none>"
     elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            yield from _parts((key, value[key]))
+        yield f"<mapping {len(value)}>".encode()
+        yield from sorted(b"".join(_parts((key, item))) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        yield str(len(value)).encode()
+        yield f"<list {len(value)}>".encode()
         for item in value:
             yield from _parts(item)
     elif isinstance(value, AbstractSet):
+        yield f"<set {len(value)}>".encode()
         yield from sorted(b"".join(_parts(item)) for item in value)
+    elif (
+        isinstance(value, _ARRAYS)
+        or hasattr(value, "__array__")
+        or hasattr(value, "__array_interface__")
+    ):
+        array = np.asarray(value)
+        if isinstance(value, int) and array.dtype.hasobject:  # an int of more than 64 bits
+            yield f"<int {value:x}>".encode()
+        else:
+            yield from _array_parts(array)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _parts(getattr(value, field.name))
+        yield from _parts({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     else:
         raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
 
 
+def _sized(kind: str, value: bytes) -> Iterator[bytes]:
+    yield f"<{kind} {len(value)}>".encode()
+    yield value[:: 1 + len(value) // _MOST_BYTES]
+
+
 def _array_parts(array: np.ndarray) -> Iterator[bytes]:
-    yield f"{array.dtype}{array.shape}".encode()
+    if array.dtype.kind in "SU" and not array.shape:
+        yield from _parts(array.item())
+        return
+    yield f"<{array.dtype}{array.shape}>".encode()
     if array.dtype.hasobject:
         yield from _parts(array.tolist())
+    elif array.dtype.names:  # the bytes between two fields have no value
+        for name in array.dtype.names:
+            yield from _array_parts(array[name])
     else:
         yield array.reshape(-1)[:: 1 + array.nbytes // _MOST_BYTES].tobytes()

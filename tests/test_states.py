@@ -200,7 +200,7 @@ def test_a_wrong_value_is_refused_by_its_place_and_type(wrong):
 
 @EVERY_KIND
 @pytest.mark.parametrize(
-    "state", [None, 5, "state", [], {}, {"kind": 5}, np.arange(3)]
+    "state", [None, 5, "state", [], {}, {"iterators_in_use_states": 5}, {"kind": 5}, np.arange(3)]
 )
 def test_what_is_no_state_is_refused(kind, state):
     with BUILD[kind]() as iterator, pytest.raises(StateError, match="remedy: "):
