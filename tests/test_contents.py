@@ -216,7 +216,7 @@ def test_digests_tell_elements_apart_and_are_the_same_in_every_process():
 
 ROWS = np.arange(6, dtype=np.int32).reshape(2, 3)
 GAPS = np.frombuffer(bytes(range(8)), np.dtype([("a", "i1"), ("b", "i4")], align=True))
-NO_GAPS = np.empty_like(GAPS)
+NO_GAPS = np.zeros_like(GAPS)
 NO_GAPS["a"], NO_GAPS["b"] = GAPS["a"], GAPS["b"]
 SAME = [
     [
