@@ -118,6 +118,11 @@ def restore(api, directory, step, batches):
         manager.restore(step, args=ocp.args.Composite(data=CheckpointRestore(batches)))
 
 
+def meet(name):
+    """On a host: waits until all hosts have called this with the same name, which is new."""
+    rounds.runtime_client().wait_at_barrier(name, 100_000)
+
+
 def end_job(job, jobs, directory, report):
     """On a host: ends a job of `run_jobs`. Writes the report, and kills the host.
 
@@ -234,15 +239,13 @@ class KeyValues:
 
     Attributes:
         entries: The values in the store, by key.
-        calls: Number of calls that set a value or read a folder.
     """
 
     def __init__(self, entries=()):
-        self.entries, self.calls, self._changed = dict(entries), 0, threading.Condition()
+        self.entries, self._changed = dict(entries), threading.Condition()
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self._changed:
-            self.calls += 1
             if key in self.entries and not allow_overwrite:
                 raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
             self.entries[key] = value
@@ -250,7 +253,6 @@ class KeyValues:
 
     def key_value_dir_get(self, prefix):
         with self._changed:
-            self.calls += 1
             return [(k, v) for k, v in self.entries.items() if k.startswith(prefix)]
 
     def key_value_delete(self, key):

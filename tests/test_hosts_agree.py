@@ -4,6 +4,7 @@ The functions named ``case_...`` run on four hosts, one after the other in one s
 each of them also shows that the failures before it did no lasting harm.
 """
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -28,7 +29,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from tests.conftest import HANG_S, eventually
-from tests.on_hosts import cases_of, or_traceback, own_rows
+from tests.on_hosts import cases_of, meet, or_traceback, own_rows
 from tests.pipelines import shared_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -46,7 +47,7 @@ def run_cases(cases, directory):
     results = {}
     for case in cases:
         # Some cases end by a timeout of 2 s, of which a host that begins late would have less.
-        rounds.meet(f"begin {case.__name__}", range(jax.process_count()), 100.0)
+        meet(f"begin {case.__name__}")
         results[case.__name__] = or_traceback(case, jax.process_index(), Path(directory))
     return results
 
@@ -325,7 +326,7 @@ def case_a_host_arrives_late(host, directory):
     """By the late host, which arrives when the others have given up on it."""
     found = {}
     for late_host in LATE_HOSTS:
-        rounds.meet(f"begin without host {late_host}", range(HOSTS), 100.0)
+        meet(f"begin without host {late_host}")
         if host == late_host:
             for other in set(range(HOSTS)) - {host}:
                 eventually((directory / f"{other} without {host}").exists)
@@ -384,8 +385,41 @@ def case_an_extra_batch_on_one_host_before_a_save(host, directory):
         if host != ODD:
             next(iterator)
         iterator.write_state(folder)
-        rounds.meet("all have written", range(HOSTS), 20.0)
+        meet("all have written")
         return refused, json.loads((folder / "state.json").read_text())["step"]
+
+
+def save(iterator, folder):
+    """Saves as Orbax's v1 API does, into a folder that may exist; returns the number of files."""
+
+    class Created:
+        async def await_creation(self):
+            folder.mkdir(exist_ok=True)
+            return folder
+
+    async def saved():
+        await (await iterator.save(Created()))
+
+    asyncio.run(saved())
+    return len(list(folder.iterdir()))
+
+
+def case_saves_of_an_iterator_of_one_host(host, directory):
+    """One host saves an iterator of its own, too, and at last leaves out a save of all hosts."""
+    own = shard(numbered().to_iter_dataset().batch(2), mesh_of(jax.local_devices(), (2,)))
+    ours = shard(numbered()[host::HOSTS].to_iter_dataset().batch(2), rows="local")
+    with own, ours:
+        found = []
+        for step in range(3):
+            if host == ODD:
+                assert save(own, directory / f"own {step}") == 1
+            found.append(save(ours, directory / f"ours {step}"))
+            next(ours)
+        ours._at.run.together._rounds.timeout_s = 2
+        try:
+            return found, host == ODD or save(ours, directory / "late")
+        except grain_shard.HostTimeoutError as error:
+            return found, str(error)
 
 
 def case_the_first_wait_is_interrupted_on_one_host(host, _):
@@ -586,6 +620,12 @@ def test_an_extra_batch_on_one_host_is_refused_by_the_next_save_on_every_host(re
         assert "  next batch: 1 on hosts 0, 1, 3; 2 on host 2" in refused
         assert "call next equally often on every host" in refused
         assert step == 2
+
+
+def test_a_save_ends_once_all_hosts_have_written_whatever_else_one_of_them_saves(results):
+    for host, (found, late) in enumerate(results[case_saves_of_an_iterator_of_one_host]):
+        assert found == [HOSTS] * 3
+        assert host == ODD or f"host {ODD} did not answer in time (timeout_s=2)" in late
 
 
 def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results):

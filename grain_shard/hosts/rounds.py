@@ -330,20 +330,6 @@ def _verdict(round_: str) -> str:
     return f"{round_} verdict"
 
 
-def meet(barrier: str, hosts: Sequence[int], timeout_s: float) -> None:
-    """Waits until all hosts have called this for the same barrier.
-
-    Args:
-        barrier: Name of the barrier, which can be used once in a run.
-        hosts: The hosts.
-        timeout_s: The longest wait, in seconds.
-
-    Raises:
-        JaxRuntimeError: A host did not come in time. The message of the runtime names the host.
-    """
-    runtime_client().wait_at_barrier(f"{_FOLDER}/{barrier}", int(timeout_s * 1000), list(hosts))
-
-
 def runtime_client() -> Any:
     """Returns the client of JAX's distributed runtime. Orbax has a public function for it."""
     from orbax.checkpoint import multihost  # slow to import, and needed only with several hosts

@@ -15,7 +15,7 @@ from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, meet
+from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 from grain_shard.hosts.series import Series
 from grain_shard.interrupts import Uninterrupted
 from grain_shard.tasks import Raised
@@ -25,9 +25,9 @@ T = TypeVar("T")
 # The names of two rounds. In the first the hosts compare their pipelines. In the second they say
 # whether their sources give the same records again.
 _START, _STEADY = "start", "steady"
-# The name of the round of a save, by the number of the save. In this round the hosts compare the
-# batches at which their saved states are.
-_SAVE = "save {}"
+# The names of the two rounds of a save, by the number of the save. In the first the hosts compare
+# the batches at which their saved states are. In the second they say that they wrote their files.
+_SAVE, _WRITTEN = "save {}", "written {}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class AcrossHosts:
     """The hosts that run an iterator together, and the fields that they compare.
 
     Attributes:
+        kind: The kind of pipeline.
         hosts: All hosts in the mesh.
         series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
@@ -44,6 +45,7 @@ class AcrossHosts:
             "drop" or "error".
     """
 
+    kind: str
     hosts: Sequence[int]
     series: Series
     timeout_s: float
@@ -86,16 +88,19 @@ class Together:
             return placed
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
-    def start(self, kind: str, stop: Callable[[], None]) -> None:
+    def start(self, stop: Callable[[], None]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:
-            kind: The kind of pipeline.
             stop: Ends any wait of the training loop inside the iterator.
         """
         if self._rounds is not None and self._alarm is None:
-            self._rounds.begin(kind)
+            self._begin(self._rounds)
             self._alarm = Alarm(self._rounds, stop)
+
+    def _begin(self, rounds: Rounds) -> None:
+        if self._across is not None and not rounds.name:
+            rounds.begin(self._across.kind)
 
     def check(self) -> None:
         """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
@@ -164,12 +169,24 @@ class Together:
         self._rounds.put(round_, answer)
         return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
 
-    def compare_places(self, fields: Mapping[str, Any]) -> None:
+    def new_save(self) -> int:
+        """Returns the number of a new save of the iterator, the same on all hosts.
+
+        Only the thread of the training loop may call this. In that thread all hosts save and open
+        their iterators in the same order.
+        """
+        if self._rounds is not None:
+            self._begin(self._rounds)
+        self._saves += 1
+        return self._saves
+
+    def compare_places(self, save: int, fields: Mapping[str, Any]) -> None:
         """Raises an error unless all hosts save at the same batch.
 
         Before the first batch this does nothing.
 
         Args:
+            save: The number of the save.
             fields: The place at which this host saves, for example ``{"next batch": 8}``. It is
                 empty for a stream, whose batches are not counted. Then nothing is compared.
 
@@ -179,16 +196,30 @@ class Together:
         """
         if self._rounds is None or self._alarm is None or self._comparing is None or not fields:
             return
-        alarm, self._saves = self._alarm, self._saves + 1
-        self._rounds.put(_SAVE.format(self._saves), fields)
+        alarm = self._alarm
+        self._rounds.put(_SAVE.format(save), fields)
         self._rounds.verdict(
-            _SAVE.format(self._saves),
+            _SAVE.format(save),
             compare_places,
             stopped=lambda: self._is_closed or alarm.all_know,
             patience=LOOPS_MAY_TAKE,  # a host may first write a large model
         )
-        self._rounds.forget(_SAVE.format(self._saves - 1))
+        self._rounds.forget(_SAVE.format(save - 1))
         self.check()
+
+    def wait_until_written(self, save: int) -> None:
+        """Waits until all hosts have written their files of a save.
+
+        Args:
+            save: The number of the save.
+
+        Raises:
+            HostTimeoutError: A host did not write its files within `timeout_s`.
+        """
+        if self._rounds is not None:
+            self._rounds.put(_WRITTEN.format(save), True)
+            self._rounds.verdict(_WRITTEN.format(save), lambda answers: True)
+            self._rounds.forget(_WRITTEN.format(save - 1))
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
@@ -228,18 +259,6 @@ class Together:
         if self._alarm is not None:
             self.compare({**fields, "batches": "none left"})
             self._alarm.is_at_end = True
-
-    def meet(self, barrier: str) -> None:
-        """Waits until all hosts have called this for the same barrier.
-
-        Args:
-            barrier: Name of the barrier, which can be used once in a run.
-
-        Raises:
-            JaxRuntimeError: A host did not come within `timeout_s`.
-        """
-        if self._across is not None:
-            meet(barrier, self._across.hosts, self._across.timeout_s)
 
     def close(self) -> None:
         """Ends the connection: failures of other hosts are ignored. Any thread may call this."""

@@ -20,7 +20,6 @@ Words that the whole package uses:
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, NoReturn, cast
@@ -46,9 +45,6 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
-# Numbers the saves. A save has the same number on every host, because all hosts save together.
-_SAVES = itertools.count()
-
 
 class Run:
     """The background work that makes the batches after one position of an iterator.
@@ -56,7 +52,6 @@ class Run:
     An iterator that goes to another position closes its run and opens another run there.
 
     Args:
-        kind: The kind of the pipeline.
         batches: This host's batches, in host memory.
         placed: The global batches on the devices, made of `batches`.
         stage: The batches of `placed` up to the end that all hosts agree on.
@@ -77,7 +72,6 @@ class Run:
 
     def __init__(
         self,
-        kind: str,
         batches: TaskStage[Any],
         placed: TaskStage[Placed],
         stage: TaskStage[Placed] | AgreedEnd[Placed],
@@ -85,7 +79,7 @@ class Run:
         first_digest: Callable[[], str],
     ):
         def start() -> None:
-            together.start(kind, stage.stop)
+            together.start(stage.stop)
             stage.start()
 
         def close() -> None:
@@ -212,7 +206,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 padding=lambda before: place.padding(host, before),
             )
         meter.opens(opened.reads, opened.faults)
-        run = Run(host.kind, batches, placed, stage, together, opened.first_digest)
+        run = Run(batches, placed, stage, together, opened.first_digest)
         return Cursor(run, opened.position)
 
     def __next__(self) -> Batch:
@@ -332,14 +326,21 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._state_writer()(directory)
 
-    def _state_writer(self) -> Callable[[Any], None]:
-        """Returns a function that writes the present state into a folder, now or later."""
+    def _state_writer(self, *, in_step: bool = False) -> Callable[[Any], None]:
+        """Returns a function that writes the present state into a folder, now or later.
+
+        Args:
+            in_step: True if the function returns only after all hosts have written their files.
+        """
         state, feeds, at = self.get_state(), self._host.own_feeds, self._at
-        place = self._host.next_batch(at.position)
+        place, together = self._host.next_batch(at.position), at.run.together
+        save = together.new_save()
 
         def write(directory: Any) -> None:
-            at.run.together.compare_places(place)
+            together.compare_places(save, place)
             write_state(directory, state, feeds)
+            if in_step and not is_shared(state):
+                together.wait_until_written(save)
 
         return write
 
@@ -436,15 +437,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             An awaitable that ends when the files are written. If each host writes its own files, it
             ends when all hosts have written theirs.
         """
-        write_files, state, number = self._state_writer(), self.get_state(), next(_SAVES)
+        # Orbax renames the folder when the first host is done. So each host waits until all hosts
+        # have written.
+        write_files = self._state_writer(in_step=True)
 
         async def write() -> None:
-            folder = await directory.await_creation()
-            await asyncio.to_thread(write_files, folder)
-            if not is_shared(state):
-                # Orbax renames the folder when the first host is done. So each host waits until
-                # all hosts have written.
-                await asyncio.to_thread(self._at.run.together.meet, f"save-{number}")
+            await asyncio.to_thread(write_files, await directory.await_creation())
 
         return write()
 

@@ -248,6 +248,7 @@ class ShardedDataset(grain.IterDataset):
             **self.shardings.describe(),
         }
         return AcrossHosts(
+            kind=host.kind,
             hosts=list(settings.shardings.layouts()),
             series=self._series,
             timeout_s=settings.timeout_s,
