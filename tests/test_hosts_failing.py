@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 HOSTS = range(4)
 NOWHERE = -1
 SCRIPT = """
+import code
 import sys
 import traceback
 import grain, grain_shard, jax, numpy as np
@@ -69,6 +70,10 @@ def train(batches):
         if kind.startswith("the loop") and jax.process_index() == 2 and count == first_bad_batch:
             raise OSError("the bucket is gone")
         loss = float(step(batch))
+        if kind.startswith("the loop is left") and count == 5:
+            # As IPython does, this prints an error of a cell, and keeps it in sys.last_value.
+            code.InteractiveInterpreter().runcode("raise OSError('of a cell')")
+            break
     print("trained to", loss)
 
 if kind == "the loop, in with":
@@ -79,6 +84,9 @@ else:
 """
 KINDS = ["random access", "stream", "feeds"]
 LOOPS = ["the loop", "the loop, in with"]
+AT_PROMPT = "the loop is left, at a prompt"
+LEFT = ["the loop is left", AT_PROMPT]
+TYPED = "typed.py"  # the input of the processes, which only a prompt reads
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +97,7 @@ def runs(tmp_path_factory):
     """
     script = tmp_path_factory.mktemp("plain") / "train.py"
     script.write_text(SCRIPT)
+    script.with_name(TYPED).write_text("raise OSError('of a prompt')\n")
 
     def of_kinds(first_bad_batch, kinds):
         with contextlib.ExitStack() as cleanup:
@@ -109,8 +118,9 @@ def runs(tmp_path_factory):
 
 def start(script, kind, first_bad_batch, host, port, cleanup):
     process = subprocess.Popen(
-        [sys.executable, str(script), kind, str(first_bad_batch)],
+        [sys.executable, *["-i"] * (kind == AT_PROMPT), str(script), kind, str(first_bad_batch)],
         env=os.environ | host_process.host_environment(host, len(HOSTS), 2, port),
+        stdin=cleanup.enter_context(script.with_name(TYPED).open()),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,11 +150,17 @@ def test_a_host_that_fails_ends_all_and_each_names_it(runs, kind, together):
     assert 0 not in codes, codes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hosts_that_end_in_good_order_end_nobody_else(runs, kind):
-    outputs, codes = runs(NOWHERE, tuple(KINDS))[kind]
+@pytest.mark.parametrize(
+    ("kind", "together"),
+    # A loop is left after an error that something has handled: `sys.last_value` has it at the end.
+    [*((kind, KINDS) for kind in KINDS), *((kind, LEFT) for kind in LEFT)],
+)
+def test_hosts_that_end_in_good_order_end_nobody_else(runs, kind, together):
+    outputs, codes = runs(NOWHERE, tuple(together))[kind]
     assert codes == [0] * len(HOSTS), outputs
     assert all("trained to" in output and "failed" not in output for output in outputs)
+    assert all(("OSError: of a cell" in output) == (kind in LEFT) for output in outputs)
+    assert all(("OSError: of a prompt" in output) == (kind == AT_PROMPT) for output in outputs)
 
 
 # On hosts that handle what is raised.

@@ -234,7 +234,7 @@ class Listener:
                 logging.exception("grain_shard: a report of another host could not be handled")
 
     def _at_exit(self) -> None:
-        unhandled = getattr(sys, "last_value", None)
+        unhandled = _unhandled()
         # Most likely the unhandled error has closed the iterator of `left_last`.
         known = (*self.alarms.values(), self.left_last)
         alarms = [alarm for alarm in known if alarm is not None and not alarm.is_at_end]
@@ -267,6 +267,19 @@ class Listener:
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()
+
+
+def _unhandled() -> BaseException | None:
+    """Returns the error that ends this process; None if no error does.
+
+    ``sys.last_value`` alone does not tell this. IPython, pytest and a Python prompt keep errors
+    there after which they go on. An error that nothing handles leaves the outermost frame, too.
+    """
+    error = getattr(sys, "last_value", None)
+    trace = None if error is None else error.__traceback__
+    is_unhandled = trace is not None and trace.tb_frame.f_back is None
+    is_prompt = hasattr(sys, "ps1")  # there, no error ends the process
+    return error if is_unhandled and not is_prompt else None
 
 
 def _end() -> None:
