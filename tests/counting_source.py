@@ -84,7 +84,5 @@ SOURCES = {"one by one": Source, "many in a call": BatchedSource}
 class InFiles(Source):
     """A `Source` whose records are in two files of ten records each."""
 
-    paths = ("file-0", "file-1")
-
     def where(self, index):
         return f"file-{index // 10}", index % 10

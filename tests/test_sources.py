@@ -452,6 +452,13 @@ def test_one_thread_serves_many_callers_and_an_error_leaves_no_call_behind(
                 assert call.result(HANG_S) == [record(i) for i in range(TOTAL)]
 
 
+def test_the_caller_reads_if_no_thread_can_be_had(paths, impatient, monkeypatch):
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()  # as at the end of the program, where a thread of the user may still train
+    monkeypatch.setattr(array_record_source, "_threads", lambda: ended)
+    assert ArrayRecordSource(paths)._getitems(range(TOTAL)) == [record(i) for i in range(TOTAL)]
+
+
 @pytest.mark.slow
 def test_a_forked_process_reads_and_a_program_that_reads_ahead_ends(tmp_path):
     code = """

@@ -41,7 +41,7 @@ class Origin(NamedTuple):
             found = source_of(records, record)
             if found is not None:
                 source, index = found
-                return cls(index, source.__class__.__name__, *_place(source, index))
+                return cls(index, type(source).__name__, *_place(source, index))
         return None
 
 

@@ -300,4 +300,9 @@ def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[
         results.append(function(*call))
         if time.perf_counter() > until:
             break
-    return results + list(_threads().map(lambda call: function(*call), remaining))
+    calls = list(remaining)
+    try:
+        others = _threads().map(lambda call: function(*call), calls)
+    except RuntimeError:  # the program is ending, or the system allows no more threads
+        others = itertools.starmap(function, calls)
+    return [*results, *others]
