@@ -150,6 +150,12 @@ class TaskStage(OrderedResults[T]):
             final.throw()
         return has_come_now
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no thread works, because the buffer is full or all tasks are done."""
+        is_full = self.room < max(1, self._tasks.room_wanted)
+        return self._ready >= self._begun and (self._is_over or is_full)
+
     def _ended(self) -> Raised | None:
         """Returns the error or the end that follows the results; None while a thread runs."""
         return None if self._running else self._final

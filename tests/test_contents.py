@@ -135,6 +135,7 @@ def test_a_record_that_cannot_be_read_stops_no_run_that_masks(index, capsys):
     assert "cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_rereads")
 @pytest.mark.parametrize("build", KINDS)
 def test_two_records_are_read_once_for_all_epochs_of_a_dataset(build):
     asked = []

@@ -584,7 +584,10 @@ PLACE_OF_SEVERAL = (
     "grain_shard: while evaluating one of the records 4 to 7 of the dataset before .batch, for"
     " batch 1"
 )
-SUCCEEDED = ". The read failed. Another read, made for this message, succeeded. "
+SUCCEEDED = (
+    ". The read failed. Another read, made for this message, succeeded. If the source is not safe"
+    " for several threads, hold a lock around its reads. "
+)
 NOT_AGAIN = (
     f"{SUCCEEDED}By default a read is not tried again after a RuntimeError. To try it again, pass"
     " retries=Retries"

@@ -305,6 +305,7 @@ class TestMemory:
 
     SHAPE = (8, 7, 13)  # nothing else has this shape
 
+    @pytest.mark.usefixtures("no_rereads")
     @pytest.mark.parametrize(
         ("cpu", "device", "num_threads"), [(1, 1, 1), (4, 2, 1), (4, 2, 2), (1, 3, 2), (3, 1, 8)]
     )
@@ -349,6 +350,7 @@ class TestMemory:
         del batch
         eventually(lambda: on_devices() == 0 and on_host() == 0)
 
+    @pytest.mark.usefixtures("no_rereads")
     def test_records_are_read_only_so_far_ahead(self, mesh):
         read = []
 

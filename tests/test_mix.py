@@ -333,6 +333,7 @@ def test_a_feed_evaluates_a_record_when_its_row_is_asked_for(kinds):
             assert len(calls) == rows
 
 
+@pytest.mark.usefixtures("no_rereads")
 def test_slow_calls_below_grains_mixture_read_each_record_once(monkeypatch):
     monkeypatch.setattr(read, "_READ_S", 0.0)  # each call takes longer than a read should
     sources = [BatchedSource(96), BatchedSource(96)]

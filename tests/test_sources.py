@@ -95,6 +95,7 @@ def test_it_says_which_file_holds_a_record_and_where(paths):
         source.where(15)
 
 
+@pytest.mark.usefixtures("no_rereads")
 def test_a_read_is_of_whole_batches_and_of_no_more_than_the_buffer_has_room_for(paths):
     source = Counting(paths)
     ds = grain.MapDataset.source(source).map(decode).batch(4)

@@ -347,6 +347,7 @@ class TestSpecs:
         rows = np.asarray(batch["x"]).astype(int).tolist()
         assert rows == [[i % 2, 1] for i in range(5)] + [[0, 0]] * 3
 
+    @pytest.mark.usefixtures("no_rereads")
     def test_64_bits_and_the_mesh_in_use_follow_the_users_setting_at_iter(self, mesh):
         def record(i):
             in_use.append(dict(jax.sharding.get_mesh().shape))

@@ -19,6 +19,7 @@ from grain_shard.grain_inside.read_ahead import begins_with_records
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
+from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
@@ -51,7 +52,9 @@ class HostFeeds(HostBatches):
     ):
         self._ds, self._run = ds, run
         self.fingerprint = dict(ds.feeds.fingerprint)
-        self.contents = Contents(ds.feeds.make(0))
+        first_feed = ds.feeds.make(0)
+        self.contents = Contents(first_feed)
+        self._reread = Reread.of_stream(first_feed) if run.num_threads != 1 else None
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:
@@ -66,7 +69,12 @@ class HostFeeds(HostBatches):
         # process.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
         return opened_in_order(
-            iterator, self.kind, buffer_size, iterator.faults, contents=self.contents
+            iterator,
+            self.kind,
+            buffer_size,
+            iterator.faults,
+            contents=self.contents,
+            reread=self._reread,
         )
 
     def first(self) -> Batch:

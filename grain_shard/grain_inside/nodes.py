@@ -253,6 +253,14 @@ def read_ahead(
     return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
 
 
+def read_by_threads(ds: grain.MapDataset | grain.IterDataset) -> grain.MapDataset | None:
+    """Returns the `MapDataset` that several threads read for a stream; None if there is none."""
+    if (found := read_ahead(ds)) is not None:
+        records, options = found
+        return records if len(records) and (options is None or options[0] > 1) else None
+    return next(filter(None, map(read_by_threads, ds.parents)), None)
+
+
 def keeps_indices(ds: grain.MapDataset) -> bool:
     """Returns whether a node makes element i from element i of its parent alone."""
     return type(ds) in _ELEMENTWISE

@@ -19,6 +19,7 @@ from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, noting
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
+from grain_shard.iteration.compared_batches import Reread
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.padding import Padding
@@ -45,6 +46,7 @@ class Opened(NamedTuple):
             whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
         faults: Returns the counts of failed reads.
+        reread: Some records to read again, beside the first batch; None to read none.
     """
 
     position: Position
@@ -52,6 +54,7 @@ class Opened(NamedTuple):
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
+    reread: Reread | None = None
 
 
 class _WithPositions(Producer[tuple[Batch, Position]]):
@@ -89,6 +92,7 @@ def opened_in_order(
     faults: Callable[[], FaultCounts],
     first_digest: Callable[[], str] = str,
     contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
+    reread: Reread | None = None,
 ) -> Opened:
     """Returns the remaining batches of an iterator, made in one background thread.
 
@@ -99,10 +103,11 @@ def opened_in_order(
         faults: Returns the counts of failed reads.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
         contents: The contents that are read with the first batch, to compare them with other hosts.
+        reread: Some records to read again, beside the first batch; None to read none.
     """
     position, source = iterator.position(), _WithPositions(iterator, kind, contents)
     batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
-    return Opened(position, batches, first_digest=first_digest, faults=faults)
+    return Opened(position, batches, first_digest=first_digest, faults=faults, reread=reread)
 
 
 class HostBatches(ABC):

@@ -33,6 +33,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts, Together
 from grain_shard.interrupts import Uninterrupted
+from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.jax_context import jax_context
@@ -42,7 +43,7 @@ from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import log_unclosed
+from grain_shard.tasks import Producer, log_unclosed
 from grain_shard.trees import Batch
 
 
@@ -194,8 +195,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
+        source: Producer[tuple[Batch, Position]] = batches
+        if opened.reread is not None and not host.contents.is_reread:
+            source = ComparedBatches(batches, opened.reread, host.contents)
         placed = Background(
-            place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
+            place, source, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
         stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
         if host.ends_by_vote:

@@ -7,6 +7,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
+from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.iteration.settings import Settings
@@ -29,6 +31,7 @@ from grain_shard.reading.fingerprint import (
     fingerprint_at,
 )
 from grain_shard.reading.reads import Reads
+from grain_shard.reading.rereads import Maker
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WorkerProcesses
@@ -148,6 +151,10 @@ class RandomAccess(HostBatches):
         def position_after(index: int) -> Progress:
             return cuts.progress(index + 1)
 
+        def reread(maker: str, *, elsewhere: bool, has_threads: bool) -> Reread:
+            sample = functools.partial(batching.sample, start.step, elsewhere=elsewhere)
+            return Reread(sample, Maker(maker, has_threads))
+
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, rules, faults)
 
@@ -160,7 +167,10 @@ class RandomAccess(HostBatches):
             batches = Background(
                 made, tasks, buffer_size=buffer_size, num_threads=buffer_size, name=THREAD
             )
-            return Opened(start, batches, faults=faults.counts)
+            in_threads = isinstance(settings.executor, ThreadPoolExecutor)
+            name = f"the executor {type(settings.executor).__name__}"
+            again = reread(name, elsewhere=not in_threads, has_threads=in_threads)
+            return Opened(start, batches, faults=faults.counts, reread=again)
         if settings.num_workers and indices:
             of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
             workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
@@ -175,7 +185,8 @@ class RandomAccess(HostBatches):
             # A buffer of one: while the loop trains, a thread copies the next batch out of the
             # shared memory of the workers.
             batches = Background(taken, workers, buffer_size=1, name=THREAD)
-            return Opened(start, batches, faults=faults.counts)
+            again = reread("a worker process", elsewhere=True, has_threads=False)
+            return Opened(start, batches, faults=faults.counts, reread=again)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
         reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
@@ -184,7 +195,9 @@ class RandomAccess(HostBatches):
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)
 
-        return Opened(start, batches, reads=threads, faults=faults.counts)
+        several = settings.num_threads != 1
+        again = reread("a reading thread", elsewhere=False, has_threads=several)
+        return Opened(start, batches, reads=threads, faults=faults.counts, reread=again)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))

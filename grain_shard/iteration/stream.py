@@ -10,7 +10,9 @@ from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, STREAM
+from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.iterable import require_another_pass, require_new_pass
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -42,6 +44,7 @@ class Stream(HostBatches):
         fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
     ):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
+        self.contents = Contents()
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
 
     def open(self, position: bytes | None) -> Opened:
@@ -57,6 +60,7 @@ class Stream(HostBatches):
             self._buffer_size,
             faults.counts,
             first_digest=lambda: seen.first_digest,
+            reread=Reread.of_stream(self._ds),
         )
 
     def require_new_pass(self) -> None:

@@ -211,7 +211,8 @@ class BatchBuilder:
                 return found
         place, advice = self._place(records[0], len(records)), self.faults.advice(error)
         error.add_note(
-            f"{place}. The read failed. Another read, made for this message, succeeded. {advice}"
+            f"{place}. The read failed. Another read, made for this message, succeeded. If the"
+            f" source is not safe for several threads, hold a lock around its reads. {advice}"
         )
         return error
 

@@ -1,0 +1,370 @@
+"""Finds sources that give other records to a thread or a worker than to a reader that reads alone.
+
+Several threads, worker processes or an executor read the records of a batch. A source that moves
+the one position of an open file gives wrong records to threads that read at the same time, and no
+error. A worker process may have other flags or another working directory than the main process. So
+a few records of the first batch are read again, and compared:
+
+1. One thread reads the records alone. They must be the rows that the first batch has.
+2. For some milliseconds, four threads read the records at the same time. They must get the same.
+
+Only if a record differs, the record is read many more times, by one thread and by four in turn,
+while nothing else of the pipeline reads. A record that differs even when one thread reads it alone
+is random, so the difference says nothing about threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import route
+from grain_shard.jax_context import jax_context
+from grain_shard.reading.origin import Origin, record_name
+from grain_shard.trees import Batch, as_arrays, flatten, is_text
+
+# The most records to read again, and the most bytes of their rows to keep.
+_RECORDS, _BYTES = 16, 2**24
+# After this time, in seconds, no further record is read alone.
+_ALONE_S = 0.1
+# Number of threads that read at the same time, and for how long, in seconds. A source that seeks
+# and reads in one file gave a wrong record in each of 120 runs of this length, after 4 ms (median).
+_THREADS, _TOGETHER_S = 4, 0.02
+# The threads read at least this many records, if there is time.
+_READS = 1500
+# To tell a random record from a raced one, the record is read alone this many times as often as the
+# threads needed to find a difference, and that is repeated.
+_MORE_ALONE, _ROUNDS = 5, 6
+# A value that changes with time, such as a number of seconds, changes while one thread reads for
+# this long, in seconds.
+_DOUBT_S = 1.3
+# For streams and feeds, other threads may still read ahead. So a search that another read may have
+# disturbed is made again after this pause, in seconds.
+_TRIES, _PAUSE_S = 3, 0.2
+
+_SEVERAL = f"one of {_THREADS} threads that read at the same time"
+# Most characters of a value in a message.
+_SHOWN = 60
+
+Leaves = dict[str, np.ndarray]  # the leaves of one row, by path
+
+
+class Row(NamedTuple):
+    """A row that one thread read alone.
+
+    Attributes:
+        leaves: Copies of its leaves, by path.
+        bits: What `_bits` returns for the row, to compare other readings of it fast.
+    """
+
+    leaves: Leaves
+    bits: list[Any]
+
+
+class Maker(NamedTuple):
+    """The threads, workers or executor that make the batches of a pipeline.
+
+    Attributes:
+        name: The name in messages.
+        has_threads: True if several threads of this process read the source at the same time.
+    """
+
+    name: str
+    has_threads: bool
+
+
+class Difference(NamedTuple):
+    """A leaf that two readings of one record gave with different values.
+
+    Attributes:
+        record: Index of the record in the dataset of the sample.
+        path: Path of the leaf.
+        got: The value that the pipeline's threads, worker or executor gave; None if it has no such
+            leaf.
+        alone: The value that one thread got that read alone; None if it has no such leaf.
+    """
+
+    record: int
+    path: str
+    got: np.ndarray | None
+    alone: np.ndarray | None
+
+
+def leaves_of_row(row: Any) -> Leaves:
+    """Returns copies of the leaves of a row, by path."""
+    paths, leaves, _ = flatten(row)
+    # A subclass of str may have another `__str__`, which NumPy would take.
+    texts = [str.__str__(leaf) if isinstance(leaf, str) else leaf for leaf in leaves]
+    arrays = as_arrays(paths, texts)
+    return {path: np.array(array) for path, array in zip(paths, arrays, strict=True)}
+
+
+def difference(record: int, got: Leaves, alone: Leaves) -> Difference | None:
+    """Returns the first leaf of one reading that another reading lacks or has with other bits.
+
+    Leaves that only `got` has are ignored, because a batch may have a mask.
+    """
+    for path, value in alone.items():
+        other = got.get(path)
+        if other is None or not _same(other, value):
+            return Difference(record, path, other, value)
+    return None
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    if is_text(a) or is_text(b):  # NumPy's text has a width, which is no part of the value
+        return a.tolist() == b.tolist()
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+
+
+def _bits(row: Any) -> list[Any]:
+    return [
+        leaf.tobytes() if isinstance(leaf, np.ndarray | np.generic) else leaf
+        for leaf in jax.tree.leaves(row)
+    ]
+
+
+class Sample:
+    """A few records of a dataset, which are read again.
+
+    Args:
+        records: The dataset.
+        indices: int64[n], indices of records. Some of them, at even distances, become the sample.
+        rows: int64[n], the row of each record in the first batch; None if a row of the batch
+            depends on several records.
+
+    Attributes:
+        is_stopped: Any thread may set this to True, to end the reads soon.
+    """
+
+    where = "the dataset before .batch"
+
+    def __init__(
+        self,
+        records: grain.MapDataset,
+        indices: Sequence[int] | np.ndarray,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        chosen = np.unique(np.linspace(0, max(0, len(indices) - 1), _RECORDS).astype(np.int64))
+        chosen = chosen[: len(indices)]
+        self._records = records
+        self.indices: list[int] = np.asarray(indices)[chosen].tolist()
+        self._rows = None if rows is None else np.asarray(rows)[chosen].tolist()
+        self.is_stopped: bool = False
+
+    @classmethod
+    def of_first(cls, records: grain.MapDataset) -> Sample:
+        """Returns the first records of a dataset, without their rows in a batch."""
+        return cls(records, range(min(_RECORDS, len(records))))
+
+    def given(self, batch: Batch) -> dict[int, Leaves]:
+        """Returns copies of the records' rows in the first batch of this host, by index."""
+        if self._rows is None:
+            return {}
+        paths, leaves, _ = flatten(batch)
+        row_bytes = sum(leaf[:1].nbytes for leaf in leaves) or 1
+        pairs = list(zip(self.indices, self._rows, strict=True))[: max(1, _BYTES // row_bytes)]
+        return {
+            record: {path: np.array(leaf[row]) for path, leaf in zip(paths, leaves, strict=True)}
+            for record, row in pairs
+        }
+
+    def read(self, record: int) -> Any:
+        """Reads a record by Grain alone, without the fast paths of the pipeline's threads."""
+        return self._records[record]
+
+    def alone(self, record: int) -> Row | None:
+        """Reads a record in the calling thread; returns the row, or None if it cannot be read."""
+        try:
+            row = self.read(record)
+            return Row(leaves_of_row(row), _bits(row))
+        except Exception:  # the loop raises this error when it comes to the record
+            return None
+
+    def name(self, record: int) -> str:
+        """Returns the name of a record in messages."""
+        return record_name(record, self.where, Origin.of(self._records, record))
+
+    def is_steady(self, alone: Mapping[int, Row], reads: int, least_s: float) -> bool:
+        """Reads records again, one after the other; returns False once one of them differs.
+
+        Args:
+            alone: The records to read, with the leaves that they had.
+            reads: The least number of reads.
+            least_s: The least time in seconds in which the reads take place.
+        """
+        until = time.perf_counter() + least_s
+        for record in itertools.cycle(alone):
+            if self.is_stopped or (reads <= 0 and time.perf_counter() > until):
+                break
+            again, reads = self.alone(record), reads - 1
+            if again is None or difference(record, again.leaves, alone[record].leaves):
+                return False
+        return True
+
+    def all_alone(self) -> dict[int, Row]:
+        """Reads the records one after the other, for a tenth of a second; returns the rows."""
+        read: dict[int, Row] = {}
+        until, kept = time.perf_counter() + _ALONE_S, 0
+        for record in self.indices:
+            if (row := self.alone(record)) is not None:
+                read[record] = row
+                kept += sum(leaf.nbytes for leaf in row.leaves.values())
+            if self.is_stopped or time.perf_counter() > until or kept > _BYTES:
+                break
+        return read
+
+    def together(self, alone: Mapping[int, Row], least_s: float) -> tuple[Difference | None, int]:
+        """Lets four threads read records at the same time, each in an order of its own.
+
+        Args:
+            alone: The records to read, with the rows that one thread got.
+            least_s: For this time in seconds, the threads read the records again and again. On a
+                busy machine they go on until they have read 1,500 records, for up to five times
+                as long.
+
+        Returns:
+            The first difference, None if there is none; and the number of records read.
+        """
+        found, counts, start = list[Difference](), [0] * _THREADS, time.perf_counter()
+        enter_context = jax_context()
+
+        def is_over(rank: int) -> bool:
+            reads_s = time.perf_counter() - start
+            enough = sum(counts) > _READS and reads_s > least_s
+            is_late = self.is_stopped or reads_s > 5 * least_s
+            return bool(found) or (counts[rank] > 0 and (enough or is_late))
+
+        def read(rank: int) -> None:
+            with enter_context():
+                read_all(rank)
+
+        def read_all(rank: int) -> None:
+            orders = np.random.default_rng(rank)
+            while not is_over(rank):
+                order = orders.permutation(list(alone))
+                way, until = route(self._records, order), start + 5 * least_s
+                try:
+                    rows = way.finish(way.read(until), until)
+                except Exception:  # the loop raises this error when it comes to the record
+                    rows = [Unreadable(LookupError())]
+                counts[rank] += len(rows)
+                for record, row in zip(order.tolist(), rows, strict=False):
+                    if type(row) is not Unreadable and _bits(row) != alone[record].bits:
+                        differs = difference(record, leaves_of_row(row), alone[record].leaves)
+                        found.extend([differs] if differs else [])
+
+        with ThreadPoolExecutor(_THREADS, "grain-shard-reread") as threads:
+            for done in [threads.submit(read, rank) for rank in range(_THREADS)]:
+                done.result()
+        return (found[0] if found else None), sum(counts)
+
+
+def compare(
+    sample: Sample,
+    given: Mapping[int, Leaves],
+    maker: Maker,
+    wait_until_idle: Callable[[], object],
+    together_s: float | None = None,
+) -> Difference | None:
+    """Raises an error if the pipeline's way to read gives other records than one thread alone.
+
+    Args:
+        sample: The records to read again.
+        given: The rows that the pipeline gave, by the index of their record; empty if unknown.
+        maker: The maker of the rows.
+        wait_until_idle: Waits until no other thread of the pipeline reads.
+        together_s: Seconds for which four threads read at the same time; None for 20 ms.
+
+    Returns:
+        A difference that says nothing, because the record is random or changes with time; None if
+        there is no difference.
+
+    Raises:
+        ShardingError: A record differs. The message names it, the leaf, and both values.
+    """
+    together_s = _TOGETHER_S if together_s is None else together_s
+    alone = sample.all_alone()
+    suspect = _other_than_given(given, alone)
+    if suspect is None and alone and maker.has_threads:
+        suspect, _ = sample.together(alone, together_s)
+    if suspect is None:
+        return None
+    for _ in range(_TRIES):
+        wait_until_idle()  # from here on, a read by this thread is most likely alone
+        alone = sample.all_alone()
+        if differs := _other_than_given(given, alone):
+            if sample.is_steady(alone, 0, _DOUBT_S) and not sample.is_stopped:
+                raise _error(sample, differs, maker.name, maker)
+        elif maker.has_threads and (differs := _raced(sample, alone, together_s)):
+            raise _error(sample, differs, _SEVERAL, maker)
+        if sample.is_stopped:
+            break
+        time.sleep(_PAUSE_S)
+    return suspect
+
+
+def _other_than_given(given: Mapping[int, Leaves], alone: Mapping[int, Row]) -> Difference | None:
+    for record, row in alone.items():
+        if record in given and (found := difference(record, given[record], row.leaves)):
+            return found
+    return None
+
+
+def _raced(sample: Sample, alone: Mapping[int, Row], together_s: float) -> Difference | None:
+    """Returns a difference that threads find again and again, but one thread never.
+
+    Args:
+        sample: The records. Nothing else reads them now.
+        alone: The rows that one thread read.
+        together_s: Seconds for which four threads read at the same time.
+
+    Returns:
+        The difference; None if a record is random, or threads find no second difference.
+    """
+    differences = list[Difference]()
+    for _ in range(_ROUNDS):
+        found, reads = sample.together(alone, together_s)
+        if sample.is_stopped or not sample.is_steady(alone, _MORE_ALONE * reads, 0.0):
+            return None
+        differences += [found] if found else []
+        if len(differences) > 1:
+            return found
+    return None
+
+
+def _error(sample: Sample, found: Difference, reader: str, maker: Maker) -> ShardingError:
+    raced = (
+        "the source, or a function of .map, is not safe for several threads: hold a"
+        " threading.Lock() around its reads, read with os.pread, or keep a file for each thread in"
+        " a threading.local(). Or pass num_threads=1, or num_workers=n if the source opens its"
+        " files in each worker process."
+    )
+    elsewhere = (
+        "find what differs there: a flag, an environment variable, the working directory, a file"
+        " that was replaced, a global variable that the main script sets, or hash() of a str."
+        " Give it to the source or the function as an argument."
+    )
+    return ShardingError(
+        f"{reader} got {_shown(found.got)} from {sample.name(found.record)}, and one thread that"
+        f" reads alone gets {_shown(found.alone)}, each time.",
+        path=found.path,
+        leaf=describe_leaf(found.alone),
+        remedy=raced if maker.has_threads else elsewhere,
+    )
+
+
+def _shown(value: np.ndarray | None) -> str:
+    if value is None:
+        return "no such leaf"
+    text = np.array2string(value, threshold=8, edgeitems=2, separator=", ")
+    return " ".join(text.split())[:_SHOWN]

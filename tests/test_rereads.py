@@ -1,0 +1,256 @@
+"""A few records of the first batch are read again, and must be the same for every reader (C13)."""
+
+import collections
+import concurrent.futures
+import itertools
+import logging
+import os
+import pickle
+import random
+import time
+
+import grain
+import numpy as np
+import pytest
+
+from grain_shard import ShardingError, feeds
+from grain_shard.reading import rereads
+from tests.conftest import data_mesh, ids
+from tests.counting_source import Source
+
+
+@pytest.fixture(autouse=True)
+def short_rereads(monkeypatch):
+    """The threads read as long as for a user, and a raced source is sought for longer."""
+    monkeypatch.setattr(rereads, "_TOGETHER_S", 0.2)
+
+
+class OneFile:
+    """A source that seeks and reads in one open file, so several threads disturb each other."""
+
+    def __init__(self, path, num_records=2000):
+        self.path, self.num_records = path, num_records
+        np.repeat(np.arange(num_records, dtype=np.int32), 1024).tofile(path)
+        self.file = os.open(path, os.O_RDONLY)
+
+    def __len__(self):
+        return self.num_records
+
+    def __getitem__(self, index):
+        os.lseek(self.file, 4096 * index, os.SEEK_SET)
+        time.sleep(1e-5)  # other threads run here
+        return {"id": index, "x": np.frombuffer(os.read(self.file, 4096), np.int32)}
+
+    def __getstate__(self):
+        return {**self.__dict__, "file": None}
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        self.file = os.open(self.path, os.O_RDONLY)
+
+
+class OneBuffer(OneFile):
+    """A source that returns the same array each time."""
+
+    def __init__(self, path, num_records=2000):
+        self.num_records, self.buffer = num_records, np.zeros(1024, np.int32)
+
+    def __getitem__(self, index):
+        self.buffer[:] = index
+        time.sleep(1e-5)
+        return {"id": index, "x": self.buffer}
+
+
+class PositionedReads(OneFile):
+    def __getitem__(self, index):
+        data = os.pread(self.file, 4096, 4096 * index)
+        return {"id": index, "x": np.frombuffer(data, np.int32)}
+
+
+def flat(lists):
+    return [x for one in lists for x in one]
+
+
+def as_feed(source):
+    def make_feed(feed):
+        records = grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count]
+        return records.to_iter_dataset().filter(lambda record: True)
+
+    return feeds(make_feed, num_feeds=2).batch(64)
+
+
+KINDS = {
+    "random access": lambda source: grain.MapDataset.source(source).seed(1).shuffle().batch(64),
+    "whole batches": lambda source: grain.MapDataset.source(source).batch(64).map(lambda b: b),
+    "stream": lambda source: grain.MapDataset.source(source).to_iter_dataset().batch(64),
+    "feeds": as_feed,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", [OneFile, OneBuffer])
+def test_a_source_that_threads_read_wrongly_is_refused_before_the_second_batch(
+    kind, source, tmp_path
+):
+    ds = KINDS[kind](source(tmp_path / "records")).shard_to(data_mesh(4))
+    with iter(ds) as batches:
+        next(batches)
+        with pytest.raises(ShardingError) as refusal:
+            next(batches)
+    text = str(refusal.value)
+    readers = "one of 4 threads that read at the same time", "a reading thread"
+    assert text.startswith(tuple(f"batch['x']: {reader} got [" for reader in readers))
+    assert f"of the source {source.__name__}, which is record " in text
+    for way_out in ("threading.Lock()", "os.pread", "threading.local()", "num_threads=1"):
+        assert way_out in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_of_one_batch_is_no_exception(kind, tmp_path):
+    ds = KINDS[kind](OneBuffer(tmp_path / "records", 64)).shard_to(data_mesh(4))
+    with iter(ds) as batches, pytest.raises(ShardingError, match="one thread that reads alone"):
+        list(batches)
+
+
+def options(name):
+    if name == "executor":
+        return {"executor": concurrent.futures.ThreadPoolExecutor(2)}
+    return {"one thread": {"num_threads": 1}, "worker": {"num_workers": 1}}[name]
+
+
+@pytest.mark.parametrize("name", ["one thread", pytest.param("worker", marks=pytest.mark.slow)])
+def test_the_ways_out_are_ways_out(name, tmp_path):
+    source = OneFile(tmp_path / "records", 200)
+    ds = KINDS["random access"](source).shard_to(data_mesh(4), **options(name))
+    assert sorted(flat(ids(ds))) == list(range(200))
+
+
+def test_a_thread_pool_as_executor_reads_in_threads(tmp_path):
+    source = OneFile(tmp_path / "records", 200)
+    with options("executor")["executor"] as executor:
+        ds = KINDS["random access"](source).shard_to(data_mesh(4), executor=executor)
+        with pytest.raises(ShardingError, match="one thread that reads alone"):
+            list(ds)
+
+
+def pid(i):
+    return {"x": os.getpid()}
+
+
+def hashed(i):
+    return {"x": hash(str(i)) % 1000}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [pid, hashed])
+@pytest.mark.parametrize("after_batch", [False, True])
+def test_a_worker_process_that_gives_other_rows_is_named(function, after_batch):
+    ds = grain.MapDataset.range(64)
+    if after_batch:
+        ds = ds.batch(8).map(lambda batch: {"x": np.array([function(i)["x"] for i in batch])})
+    else:
+        ds = ds.map(function).batch(8)
+    with iter(ds.shard_to(data_mesh(4), num_workers=1)) as batches:
+        next(batches)
+        with pytest.raises(ShardingError, match=r"a worker process got .* reads alone gets") as no:
+            next(batches)
+    assert "hash() of a str" in str(no.value)
+
+
+def test_a_process_of_an_executor_that_gives_other_rows_is_named():
+    class Elsewhere(concurrent.futures.Executor):
+        def submit(self, function, pipeline, index):
+            os.environ["SCALE"] = "2"
+            try:
+                made = pickle.loads(pickle.dumps(function(pipeline, index)))
+            finally:
+                del os.environ["SCALE"]
+            done = concurrent.futures.Future()
+            done.set_result(made)
+            return done
+
+    def scaled(i):
+        return {"x": i * int(os.environ.get("SCALE", "1"))}
+
+    ds = grain.MapDataset.range(64).map(scaled).batch(8)
+    with iter(ds.shard_to(data_mesh(4), executor=Elsewhere())) as batches:
+        next(batches)
+        with pytest.raises(
+            ShardingError, match=r"the executor Elsewhere got 2 from .* gets 1, each"
+        ):
+            next(batches)
+
+
+NUMBERS = itertools.count()
+RANDOM = {
+    "random numbers": lambda i: random.random(),
+    "a rare change": lambda i: i + (random.random() < 0.02),
+    "the time": lambda i: time.time(),
+    "whole seconds": lambda i: int(time.time()),
+    "a counter": lambda i: next(NUMBERS),
+}
+RIGHT = {
+    "seeded": lambda i: np.random.default_rng(i).random(3),
+    "NaN": lambda i: np.float32(np.nan),
+    "text": lambda i: "a" * i,
+    "bytes that end in a zero": lambda i: b"a\0",
+    "no number": lambda i: None,
+}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, *RIGHT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_random_or_right_source_is_no_error(kind, name, caplog):
+    function = {**RANDOM, **RIGHT}[name]
+    source = grain.MapDataset.range(128).map(lambda i: {"id": i, "x": function(i)})
+    with caplog.at_level(logging.WARNING):
+        given = ids(KINDS[kind](source).shard_to(data_mesh(4)))
+    assert sorted(flat(given)) == list(range(128))
+    assert len([line for line in caplog.messages if "gave another value" in line]) <= 1
+    if name in RIGHT:
+        assert not caplog.messages
+
+
+def test_records_of_a_random_source_are_named_once(caplog):
+    ds = grain.MapDataset.range(64).map(lambda i: {"id": i, "x": random.random()}).batch(8)
+    ds = ds.shard_to(data_mesh(4))
+    for _ in range(2):
+        ids(ds)
+    (line,) = [line for line in caplog.messages if "gave another value" in line]
+    assert "batch['x']: another read of record" in line
+    assert "use .seed(s) and .random_map" in line
+
+
+@pytest.mark.parametrize("on_bad_record", ["mask", "error"])
+def test_a_record_that_cannot_be_read_again_is_left_out(on_bad_record):
+    def fails_the_second_time(index, number):
+        if number > 1 or (index == 3 and on_bad_record == "mask"):
+            raise ValueError("read once")
+
+    ds = grain.MapDataset.source(Source(32, fails_the_second_time)).map(lambda i: {"id": i})
+    ds = ds.batch(8).shard_to(data_mesh(4), on_bad_record=on_bad_record)
+    assert len(flat(ids(ds))) == 32 - (on_bad_record == "mask")
+
+
+def test_few_records_of_this_host_are_read_again_and_only_once_for_a_dataset(monkeypatch):
+    monkeypatch.setattr(rereads, "_TOGETHER_S", 0.0)
+    monkeypatch.setattr(rereads, "_READS", 0)
+    source = Source(1000)
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(100).shard_to(data_mesh(4))
+    ids(ds)
+    again = collections.Counter(source.read_for_batches()) - collections.Counter(range(1000))
+    assert 16 <= len(again) <= 17, "the middle record is read to compare contents, too"
+    assert set(again) - {500} <= set(range(100)), "they are those of the first batch"
+    reads = sum(source.requests.values())
+    ids(ds)
+    assert sum(source.requests.values()) == reads + 1000
+
+
+def test_an_iterator_that_is_closed_after_its_first_batch_does_not_wait_for_slow_reads(monkeypatch):
+    monkeypatch.setattr(rereads, "_DOUBT_S", 1e9)  # the reads would never end by themselves
+    ds = grain.MapDataset.range(64).map(lambda i: {"x": os.environ.get("LATE", "0") + str(i)})
+    ds = ds.batch(8).shard_to(data_mesh(4))
+    with iter(ds) as batches:
+        next(batches)
+        os.environ["LATE"] = "1"
+    del os.environ["LATE"]
