@@ -28,7 +28,6 @@ from tests.conftest import (
     data_mesh,
     eventually,
     ids,
-    numbered,
     refused,
     to_numpy,
 )
@@ -218,28 +217,6 @@ class TestWhereNoOtherSizeCanBeHad:
                 other.set_state(one.get_state())
             with pytest.raises(StateError, match=f"the pipeline of the state {in_batches}"):
                 one.set_state(other.get_state())
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("step", value) for value in (10**30, 17, -1, 1.5, "1", None, True)),
-        *(("record", value) for value in (-1, 41, 8.5)),
-        *(("epoch", value) for value in (-1, 2, 10**30)),
-        ("kind", "stream"),
-        ("kind", None),
-    ],
-)
-def test_a_position_that_cannot_be_is_refused_and_changes_nothing(key, value):
-    with iter(numbered(40, 8).shard_to(data_mesh(2))) as iterator:
-        next(iterator), next(iterator)
-        state = {**iterator.get_state(), key: value}
-        if value is None:
-            del state[key]
-        with pytest.raises(StateError, match="remedy: ") as refusal:
-            iterator.set_state(state)
-        assert key in str(refusal.value)
-        assert ids([next(iterator)]) == [list(range(16, 24))]
 
 
 class TestNoShortBatch:

@@ -249,31 +249,6 @@ def test_a_state_of_other_feeds_or_of_other_packing_is_refused(saved, other, cha
         going_on(other.batch(8).shard_to(data_mesh(4)), state)
 
 
-UNCHANGED = r"pass set_state\(\) the value that get_state\(\) returned, unchanged"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "match"),
-    [
-        *((None, state, None) for state in ({}, {"batch": 3}, {"parent": {}}, [], None)),
-        *(("step", step, UNCHANGED) for step in (-1, 1.5, "2", None, 10**30)),
-        ("feeds", None, UNCHANGED),
-        *(("2", entry, UNCHANGED) for entry in ({"staet": {}}, {"ended": False}, None, 3, {})),
-        ("kind", "stream", "kind: saved 'stream', now "),
-        ("remainder", "drop", "remainder: saved 'drop', now "),
-    ],
-)
-def test_what_is_no_state_or_was_changed_is_refused_and_starts_no_feed_anew(key, value, match):
-    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
-        next(batches)
-        state = json.loads(json.dumps(batches.get_state()))
-        if key is not None:
-            (state if key in state else state["feeds"])[key] = value
-        with pytest.raises(grain_shard.StateError, match=match):
-            batches.set_state(value if key is None else state)
-        assert ids([next(batches)]) == [[2, 3, 102, 103, 202, 203, 302, 303]], "where it stood"
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_feeds_that_ignore_their_number_are_named_once(num_workers, caplog):
     ds = feeds_of(lambda feed, i: {"id": i}, 4, 8, length=8, options=grain.ReadOptions())

@@ -152,6 +152,20 @@ WRONG = [
         ("feeds", ("feeds", "2"), value, "entry of feed 2")
         for value in (None, 3, [], {"__tuple__": 5})
     ),
+    *(
+        ("feeds", STEP, value, "not a whole number of 0 or more")
+        for value in (-1, "2", None, 10**30)
+    ),
+    *(
+        ("random access", STEP, value, "no such position")
+        for value in (10**30, 25, -1, "1", None, True)
+    ),
+    *(("random access", ("record",), value, "no such position") for value in (-1, 81)),
+    *(("random access", ("epoch",), value, "no such position") for value in (-1, 1, 10**30)),
+    ("random access", ("kind",), "stream", "kind: saved 'stream', now "),
+    ("feeds", ("kind",), "stream", "kind: saved 'stream', now "),
+    ("feeds", ("remainder",), "drop", "remainder: saved 'drop', now "),
+    ("feeds", ("feeds",), None, "feeds are None, not a dict"),
     ("feeds", ("feeds",), [1], r"feeds are \[1\], not a dict"),
     ("loader", ("parent", "parent", "more", "__tuple__", 2, "__bytes__"), "€", "values differ"),
     (
