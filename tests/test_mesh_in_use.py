@@ -1,4 +1,4 @@
-"""Where the mesh comes from if none is given: `jax.set_mesh`."""
+"""The mesh of `jax.set_mesh`: it is taken if none is given, and moves no batch of another mesh."""
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import ShardingError, ShardingTree
-from tests.conftest import ids, numbered
+from grain_shard.training import place_model_state_on_shards
+from tests.conftest import ids, numbered, to_numpy
+from tests.pipelines import KINDS, assert_same_batches
 
 PER_LEAF = {"id": P("data"), "image": P("data", None, None)}
 
@@ -90,3 +92,49 @@ def test_logical_axes_of_flax_become_specs_or_shardings(mesh):
     by_shardings = numbered(8, 8).shard_to(nn.logical_to_mesh_sharding(logical, mesh, rules))
     for ds in by_specs, by_shardings:
         assert next(iter(ds))["image"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+
+
+def small_mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[4:])
+
+
+def placed(name):
+    return lambda tree, *args: [getattr(grain_shard.DevicePlacement(), name)(tree, *args)]
+
+
+# Functions that place batches, or a tree.
+PLACING = {
+    **{
+        name: lambda tree, make=make: make(lambda i: {"x": i}).shard_to(small_mesh(), P("data"))
+        for name, make in KINDS.items()
+    },
+    "read once": lambda tree: numbered(20, 8).shard_to(small_mesh(), P("data"), read="once"),
+    "prefetch": lambda tree: grain_shard.prefetch_to_device([tree, tree]),
+    "one device": lambda tree: placed("place_on_device")(tree, jax.devices()[7]),
+    "a sharding": lambda tree: placed("distribute_batch")(tree, NamedSharding(small_mesh(), P())),
+    "replicas": lambda tree: placed("replicate_across_devices")(tree, jax.devices()[:3]),
+    "a dim": lambda tree: placed("shard_batch_dim")(tree, small_mesh()),
+    "a state": lambda tree: [place_model_state_on_shards(tree, small_mesh())],
+}
+
+
+@pytest.mark.parametrize("guard", ["allow", "disallow", "disallow_explicit"])
+@pytest.mark.parametrize("place", PLACING.values(), ids=PLACING)
+def test_placement_knows_neither_the_mesh_in_use_nor_a_transfer_guard(place, guard):
+    keys = jax.random.split(jax.random.key(0), 8)
+    tree = {"numpy": np.arange(8), "jax": jax.numpy.arange(8), "keys": keys, "scalar": 3}
+    expected = list(place(tree))
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        jax.config.update("jax_transfer_guard", guard)  # of all threads
+        try:
+            found = list(place(tree))
+        finally:
+            jax.config.update("jax_transfer_guard", "allow")
+    assert_same_batches(map(as_numbers, found), map(as_numbers, expected))
+    for batch, like in zip(found, expected, strict=True):
+        assert [x.sharding for x in batch.values()] == [x.sharding for x in like.values()]
+
+
+def as_numbers(batch):
+    keys = {"keys": jax.random.key_data(batch["keys"])} if "keys" in batch else {}
+    return to_numpy({**batch, **keys})

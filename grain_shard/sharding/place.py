@@ -18,6 +18,7 @@ from grain_shard.sharding.specs import check_fits, check_held, fitted
 from grain_shard.trees import as_arrays, flatten, is_text
 
 
+@jax.transfer_guard("allow")  # to place a tree is an explicit transfer
 def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
     """Places every leaf of a tree on the devices of its sharding.
 
@@ -45,6 +46,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
     return structure.unflatten(map(place, paths, arrays, shardings))
 
 
+@jax.transfer_guard("allow")
 def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
     """Places one leaf on the devices of its sharding.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
@@ -28,6 +28,7 @@ class Resharder:
 
     def __init__(self, shardings: ShardingTree):
         self._shardings = shardings
+        self._mesh = cast(Mesh, shardings.named()[0].mesh)
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
         # The last batch, the number of its finished moves, and its arrays after these moves. An
@@ -35,6 +36,7 @@ class Resharder:
         # because the other hosts do not repeat it.
         self._under_way: tuple[Batch, int, Sequence[jax.Array]] | None = None
 
+    @jax.transfer_guard("allow")
     def __call__(self, batch: Batch) -> Batch:
         """Returns the same global batch in the training step's shardings. Text is unchanged.
 
@@ -49,8 +51,10 @@ class Resharder:
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
         if self._under_way is None or self._under_way[0] is not batch:
             self._under_way = batch, 0, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        for n in range(self._under_way[1], len(self._moves)):
-            self._under_way = batch, n + 1, self._moves[n](*self._under_way[2])
+        # The mesh of the loop may have other devices, and JAX would then refuse the move.
+        with jax.set_mesh(self._mesh):
+            for n in range(self._under_way[1], len(self._moves)):
+                self._under_way = batch, n + 1, self._moves[n](*self._under_way[2])
         moved = self._under_way[2]
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
