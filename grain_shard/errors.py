@@ -175,7 +175,7 @@ def describe_spec(spec: Any) -> str:
 def describe_leaf(leaf: Any) -> str:
     """Returns an array as text, such as ``int32[256, 1000]``, or the type's name of an object."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape or ()))}]"
     return type(leaf).__name__
 
 

@@ -48,7 +48,7 @@ def assert_ended(threads):
 def refused(message):
     """Checks that the block raises a `ShardingError` with these words and a remedy."""
     with pytest.raises(ShardingError) as refusal:
-        yield
+        yield refusal
     assert message in str(refusal.value)
     assert "\n  remedy: " in str(refusal.value)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
 
+from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.source_reads import takes_array
+from grain_shard.sources.array_files import Sendable, pinned, sendable
 from grain_shard.trees import flatten
 
 
@@ -33,17 +34,21 @@ class ArraySource:
     Args:
         arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, or other
             objects with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py.
-            The arrays must not change while they are read. A worker process opens memory maps and
-            h5py's datasets from their files again. It gets copies of numpy's arrays.
+            The arrays and their files must not change while they are read. Worker processes and
+            executors get memory maps, and views of them, as places in a file. They open that file
+            and datasets again, and get copies of other arrays.
 
     Raises:
         ShardingError: A leaf is no array, is a masked array, a matrix or a table, has no axis, or
-            holds Python objects; there is no leaf; or two leaves differ in their number of records.
+            holds Python objects; there is no leaf; two leaves differ in their number of records; or
+            an array of zarr cannot be opened by an absolute path. In a worker process or executor:
+            a file is not the one that the main process opened, or other rows are read.
     """
 
     def __init__(self, arrays: Any):
         self._paths, leaves, self._structure = flatten(arrays, "arrays")
         self._arrays = [_checked(*pair) for pair in zip(self._paths, leaves, strict=True)]
+        self._sendable = [sendable(*pair) for pair in zip(self._paths, self._arrays, strict=True)]
         if not self._arrays:
             remedy = "pass ArraySource an array, or a tree of arrays."
             raise ShardingError("the tree of arrays is empty.", remedy=remedy)
@@ -91,7 +96,17 @@ class ArraySource:
         return ArrayRows.of(Columns(arrays, self._structure), places)
 
     def __reduce__(self) -> Any:
-        return _opened, (self._structure, [_in_file(array) for array in self._arrays])
+        for array in self._sendable:
+            array.check()
+        return _opened, (self._structure, self._sendable, self._digests())
+
+    def _digests(self) -> list[str]:
+        """Returns a digest of two rows of each array, the first one and the middle one."""
+        rows = sorted({0, len(self) // 2}) if len(self) else []
+        return [
+            element_digest([np.asarray(array[row]) for row in rows], MANY_DIGITS)
+            for array in self._arrays
+        ]
 
     def __repr__(self) -> str:
         leaves = [
@@ -127,42 +142,31 @@ def _checked(path: str, array: Any) -> Any:
             remedy="pass an array of shape [num_records, ...], made by np.asarray for example. Call"
             " .filled(0) on a masked array, and pass its mask as another leaf.",
         )
-    return array
+    # A subclass of `numpy.ndarray` may give other rows than an array, and a memory map's is slow.
+    return array.view(np.ndarray) if isinstance(array, np.ndarray) else pinned(path, array)
 
 
-def _opened(structure: Any, in_files: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-    return ArraySource(structure.unflatten([open_it(*where) for open_it, where in in_files]))
+def _opened(structure: Any, sent: Sequence[Sendable], digests: Sequence[str]) -> ArraySource:
+    """Returns an `ArraySource` in another process.
 
+    Args:
+        structure: The structure of the tree.
+        sent: What was sent in place of each array.
+        digests: A digest of some rows of each array, as the sending process reads them.
 
-def _in_file(array: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function and its arguments, with which another process gets the same array."""
-    if hasattr(array, "file"):  # a dataset of h5py, which cannot be pickled
-        return _of_hdf5, (array.file.filename, array.name)
-    if isinstance(array, np.memmap) and array.mode != "c" and os.path.exists(array.filename or ""):
-        root: Any = array
-        while isinstance(root.base, np.memmap):
-            root = root.base
-        offset = root.offset + _address(array) - _address(root)
-        return _mapped, (str(array.filename), array.dtype, offset, array.shape, array.strides)
-    return _same, (array,)
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def _mapped(
-    path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> np.ndarray:
-    file = np.memmap(path, np.uint8, mode="r")
-    return np.ndarray(shape, dtype, file, offset, strides)
-
-
-def _of_hdf5(path: str, name: str) -> Any:
-    import h5py  # imported here, because only users of h5py need it
-
-    return h5py.File(path, "r")[name]
-
-
-def _same(array: Any) -> Any:
-    return array
+    Raises:
+        ShardingError: This process would read other rows.
+    """
+    for array in sent:
+        array.check()
+    source = ArraySource(structure.unflatten([array.open() for array in sent]))
+    for path, found, wanted in zip(source._paths, source._digests(), digests, strict=True):
+        if found != wanted:
+            raise ShardingError(
+                "another process reads other rows from this array than the main process.",
+                path=path,
+                leaf=describe_leaf(source._arrays[source._paths.index(path)]),
+                remedy="open the array from files that every process finds by the same absolute"
+                " path, and that do not change; or read it into memory, array[:].",
+            )
+    return source

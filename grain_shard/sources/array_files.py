@@ -1,0 +1,244 @@
+"""How an array of an `ArraySource` reaches another process: by its file, or as a copy."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from grain_shard.errors import ShardingError, describe_leaf
+
+# The driver of HDF5 for a file on a disk. With any other one, the path need not lead to the data.
+_ON_DISK = "sec2"
+
+
+class Sendable(Protocol):
+    """What is pickled in place of an array."""
+
+    def check(self) -> None:
+        """Checks that `open` returns the same array, in the process that calls this.
+
+        Raises:
+            ShardingError: The file cannot be opened again, or is another one by now.
+        """
+        ...
+
+    def open(self) -> Any:
+        """Returns the array."""
+        ...
+
+
+def sendable(leaf: str, array: Any) -> Sendable:
+    """Returns what is pickled in place of an array.
+
+    Args:
+        leaf: The path of the array in its tree, for messages.
+        array: An array of numpy, or a dataset of h5py or zarr.
+    """
+    h5py = sys.modules.get("h5py")  # not imported, because an array of h5py has imported it
+    if h5py is not None and isinstance(array, h5py.Dataset):
+        return _Hdf5.of(leaf, array)
+    return _Mapped.of(leaf, array) or _Held(array)
+
+
+def pinned(leaf: str, array: Any) -> Any:
+    """Returns an array of zarr opened by an absolute path, and any other array unchanged.
+
+    A store that was opened by a relative path looks for each chunk in the current folder. In
+    another folder it finds none, and zarr then returns fill values.
+
+    Args:
+        leaf: The path of the array in its tree, for messages.
+        array: The array.
+
+    Raises:
+        ShardingError: The array cannot be opened by an absolute path.
+    """
+    store = getattr(array, "store", None)
+    kind, _, path = str(store).rpartition("://")  # kind is "zip", "file" or "logging-file"
+    if not kind.endswith(("file", "zip")) or os.path.isabs(path):
+        return array
+    again = None
+    if hasattr(store, "root") and os.path.exists(path):
+        import zarr  # imported here, because only users of zarr need it
+
+        again = zarr.open_array(os.path.abspath(path), path=array.path, mode="r")
+    if again is None or (again.shape, again.dtype) != (array.shape, array.dtype):
+        raise ShardingError(
+            f"the array is in {store}, a relative path. In another folder, or in a worker process"
+            " of another folder, zarr would return fill values.",
+            path=leaf,
+            leaf=describe_leaf(array),
+            remedy="open the store by an absolute path, such as os.path.abspath(path).",
+        )
+    return again
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that is open in the main process, with facts that tell it from any other file.
+
+    Attributes:
+        leaf: The path of the array in its tree, for messages.
+        path: Absolute path.
+        size: Bytes.
+        inode: Number of the file on its disk.
+        modified_ns: Time of the last change, in nanoseconds.
+        machine: The machine's name. On another machine, inode and time of a copy differ.
+    """
+
+    leaf: str
+    path: str
+    size: int
+    inode: int
+    modified_ns: int
+    machine: str
+
+    @classmethod
+    def of(cls, leaf: str, path: str, facts: os.stat_result) -> _File:
+        node = platform.node()
+        return cls(leaf, path, facts.st_size, facts.st_ino, facts.st_mtime_ns, node)
+
+    def check(self) -> None:
+        """Checks that the path still leads to this file.
+
+        Raises:
+            ShardingError: The file is gone, or another file has its path.
+        """
+        try:
+            now = _File.of(self.leaf, self.path, os.stat(self.path))
+            names = ["size", "inode", "modified_ns"] if now.machine == self.machine else ["size"]
+            pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
+            changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
+        except OSError as error:
+            changed = [str(error)]
+        if changed:
+            raise ShardingError(
+                f"{self.path} is not the file that the main process has opened:"
+                f" {', '.join(changed)}. A worker process or executor would read other records.",
+                path=self.leaf,
+                remedy="do not change or replace a file that is in use. Open the file anew, make a"
+                " new ArraySource, and start again.",
+            )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An array that is sent whole."""
+
+    array: Any
+
+    def check(self) -> None:
+        pass
+
+    def open(self) -> Any:
+        return self.array
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """A view of a memory map.
+
+    Attributes:
+        file: The mapped file.
+        dtype: Dtype of the view.
+        offset: Bytes in the file before the first item of the view.
+        shape: Shape of the view.
+        strides: Strides of the view, in bytes.
+    """
+
+    file: _File
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: str, array: Any) -> _Mapped | None:
+        """Returns the view that an array is; None if the array has to be copied.
+
+        It has to be copied if it is no view of a file, if it can have changes that are not in the
+        file (copy on write), or if it is not known where in the file it begins.
+        """
+        # The array itself may be of any type, and may have the offset of another view. So its
+        # place is measured from the beginning of the map, which all views share.
+        owner, memmap = array, None
+        while owner is not None and not isinstance(owner, mmap.mmap):
+            memmap = owner if isinstance(owner, np.memmap) else memmap
+            owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+        if owner is None or memmap is None or not memmap.filename or memmap.mode == "c":
+            return None
+        path = os.path.abspath(memmap.filename)
+        place = _address(array) - _address(np.frombuffer(owner, np.uint8))
+        try:
+            np.ndarray(array.shape, array.dtype, owner, place, array.strides)
+            if memmap.mode != "r":
+                owner.flush()  # which may change the time of the file
+            file = _File.of(leaf, path, os.stat(path))
+        except (ValueError, TypeError, OSError):  # the view leaves the map, or the file is gone
+            return None
+        offset = memmap.offset - memmap.offset % mmap.ALLOCATIONGRANULARITY + place
+        return cls(file, array.dtype, offset, array.shape, array.strides)
+
+    def check(self) -> None:
+        self.file.check()
+
+    def open(self) -> np.ndarray:
+        file = np.memmap(self.file.path, np.uint8, mode="r")
+        return np.ndarray(self.shape, self.dtype, file, self.offset, self.strides)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+@dataclass(frozen=True)
+class _Hdf5:
+    """A dataset of h5py, which cannot be pickled.
+
+    Attributes:
+        leaf: The path of the dataset in its tree, for messages.
+        file: The file of the dataset; None if its data are not in one file on a disk.
+        name: Name in the file; None if the dataset has no name.
+        mode: "r" if the file is open for reading only.
+    """
+
+    leaf: str
+    file: _File | None
+    name: str | None
+    mode: str
+
+    @classmethod
+    def of(cls, leaf: str, dataset: Any) -> _Hdf5:
+        opened, file = dataset.file, None
+        if opened.driver == "sec2":  # HDF5's name of its driver for files on a disk
+            facts = os.fstat(opened.id.get_vfd_handle())
+            file = _File.of(leaf, os.path.abspath(opened.filename), facts)
+        return cls(leaf, file, dataset.name, opened.mode)
+
+    def check(self) -> None:
+        problem = remedy = ""
+        if self.file is None or self.name is None:
+            problem = "the dataset is in no file on a disk"
+            remedy = "read it into memory, dataset[:], or open a file on a disk, h5py.File(path)."
+        elif self.mode != "r":
+            problem = f"the file {self.file.path} is open for writing, which locks it"
+            remedy = 'open the file for reading, h5py.File(path, "r").'
+        if self.file is None or problem:
+            raise ShardingError(
+                f"{problem}, so a worker process or executor cannot open it.",
+                path=self.leaf,
+                remedy=remedy,
+            )
+        self.file.check()
+
+    def open(self) -> Any:
+        import h5py  # imported here, because only users of h5py need it
+
+        assert self.file is not None
+        return h5py.File(self.file.path, "r")[self.name]
