@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes, read_ahead, routes
 from grain_shard.iteration import compared_batches
-from grain_shard.reading import faults, rereads
+from grain_shard.reading import faults
 
 HANG_S = 60  # seconds after which a wait counts as a hang
 
@@ -76,13 +76,6 @@ def no_thread_outlives_its_test(request):
 def no_pause_before_another_try(monkeypatch):
     """Removes the pauses before a failed read is tried again, so that tests do not wait."""
     monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def short_rereads(monkeypatch):
-    """Lets the threads that read records again read each one once, so that tests do not wait."""
-    monkeypatch.setattr(rereads, "_TOGETHER_S", 0.0)
-    monkeypatch.setattr(rereads, "_READS", 0)
 
 
 @pytest.fixture

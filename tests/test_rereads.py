@@ -19,12 +19,6 @@ from tests.conftest import data_mesh, ids
 from tests.counting_source import Source
 
 
-@pytest.fixture(autouse=True)
-def short_rereads(monkeypatch):
-    """The threads read as long as for a user, and a raced source is sought for longer."""
-    monkeypatch.setattr(rereads, "_TOGETHER_S", 0.2)
-
-
 class OneFile:
     """A source that seeks and reads in one open file, so several threads disturb each other."""
 
@@ -38,7 +32,6 @@ class OneFile:
 
     def __getitem__(self, index):
         os.lseek(self.file, 4096 * index, os.SEEK_SET)
-        time.sleep(1e-5)  # other threads run here
         return {"id": index, "x": np.frombuffer(os.read(self.file, 4096), np.int32)}
 
     def __getstate__(self):
@@ -57,7 +50,6 @@ class OneBuffer(OneFile):
 
     def __getitem__(self, index):
         self.buffer[:] = index
-        time.sleep(1e-5)
         return {"id": index, "x": self.buffer}
 
 
@@ -232,9 +224,7 @@ def test_a_record_that_cannot_be_read_again_is_left_out(on_bad_record):
     assert len(flat(ids(ds))) == 32 - (on_bad_record == "mask")
 
 
-def test_few_records_of_this_host_are_read_again_and_only_once_for_a_dataset(monkeypatch):
-    monkeypatch.setattr(rereads, "_TOGETHER_S", 0.0)
-    monkeypatch.setattr(rereads, "_READS", 0)
+def test_few_records_of_this_host_are_read_again_and_only_once_for_a_dataset():
     source = Source(1000)
     ds = grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(100).shard_to(data_mesh(4))
     ids(ds)
