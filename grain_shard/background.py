@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from grain_shard.interrupts import Bell
-from grain_shard.jax_context import jax_context
 from grain_shard.ordered_results import OrderedResults
 from grain_shard.pace import Pace
 from grain_shard.spans import ROOM, span
 from grain_shard.tasks import Items, Producer, Raised, Task, Tasks, log_unclosed
+from grain_shard.world import World
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -61,10 +61,9 @@ def _end_all() -> None:
 class TaskStage(OrderedResults[T]):
     """Runs tasks in background threads and hands out their results in order.
 
-    The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
-    made this stage. They refer to the stage, so it is not garbage-collected while they run.
-    Therefore the user gets another object. When that object is garbage-collected, it stops the
-    stage.
+    The threads start with the first ``next``, in the `World` of the thread that made this stage.
+    They refer to the stage, so it is not garbage-collected while they run. Therefore the user gets
+    another object. When that object is garbage-collected, it stops the stage.
 
     Args:
         tasks: The work. The last thread to end closes the tasks, because only that thread can be
@@ -81,7 +80,7 @@ class TaskStage(OrderedResults[T]):
         super().__init__(buffer_size)
         self.threads: list[threading.Thread] = []
         self._tasks, self._pace, self._name = tasks, pace, name
-        self._enter_context = jax_context()
+        self._world = World()
         # Rung when more threads should work, and when no work is left for any thread.
         self._more_wanted = Bell()
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
@@ -245,9 +244,9 @@ class TaskStage(OrderedResults[T]):
     def _run(self, rank: int) -> None:
         try:
             self._start_more()
-            with self._enter_context():
-                while self._step(rank):
-                    pass
+            self._world.enter()
+            while self._step(rank):
+                pass
         except BaseException as error:
             # This is an error of the stage itself, because errors of tasks are results. It is kept
             # as the end of the results, so that the consumer does not wait for ever.

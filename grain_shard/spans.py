@@ -72,6 +72,15 @@ def counter() -> Counter | None:
     return None if counting is None else counting[0]
 
 
+def count_apart() -> None:
+    """Gives the calling thread its own tally of spans.
+
+    The thread needs one if it has copied the context of another thread.
+    """
+    if (found := counter()) is not None:
+        _counting.set((found, found.tally()))
+
+
 @contextmanager
 def counted_by(counter: Counter | None) -> Iterator[None]:
     """Counts the spans of the calling thread inside the ``with`` block.

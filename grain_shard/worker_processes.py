@@ -1,15 +1,16 @@
 """`WorkerProcesses`: Grain's worker processes, which always end, and whose errors reach the loop.
 
 Grain's ``.mp_prefetch`` starts the processes, passes their arrays in shared memory, and frees both.
-This module adds three things:
+This module adds these things:
 
 * An error of any class reaches the training loop. Some errors cannot be pickled, for example if
   their class is defined in the main script, or if they hold a lock. With Grain alone such an error
   is lost, and the loop hangs. Also with Grain alone, an error that is not an `Exception` ends the
   worker, and only the log of the worker has it.
-* Workers ignore Ctrl-C, which a terminal sends to every process. Otherwise each worker would die
-  with a traceback, although the loop may catch the interrupt and go on.
+* Workers ignore the signals that a terminal or a scheduler sends to every process of a job: Ctrl-C,
+  and for example the SIGTERM before a time limit. The loop may catch the signal and go on.
 * A worker ends with the process that started it, even if that process is killed.
+* A worker is in the `World` of the loop's thread.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import contextlib
 import gc
 import io
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import pickle
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -34,8 +38,9 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, noting
-from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.tasks import Producer
+from grain_shard.world import Elsewhere, World
 
 _GUARD = (
     'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
@@ -51,6 +56,12 @@ _ON_DEVICES = {
 }
 # In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
+# Signals to a whole job. The training script decides what they mean, so the workers ignore them.
+_TO_THE_JOB = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+# The iterators of Grain whose workers run. At the end of the program Grain closes an iterator only
+# if the iterator still exists. Else `multiprocessing` would send SIGTERM, which workers ignore, and
+# wait for ever.
+_running = set[grain.DatasetIterator]()
 
 
 class WorkerProcesses(Producer[Any]):
@@ -76,7 +87,7 @@ class WorkerProcesses(Producer[Any]):
         # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
         # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
-        self._make, self._is_closed = make, False
+        self._make, self._world, self._is_closed = make, World(), False
         self._options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
         self._elements: grain.DatasetIterator | None = None
         self._begun, self._failure = False, cast(TracebackType | None, None)
@@ -91,26 +102,30 @@ class WorkerProcesses(Producer[Any]):
         """
         if self._is_closed:
             raise StopIteration
-        if self._elements is None:
-            mark_flags_as_parsed()
-            share = _Share(pickled(self._make))
-            self._elements = iter(share.mp_prefetch(self._options, _begin_worker))
+        elements = self._elements or self._started()
         try:
-            packed, sizes = next(self._elements)
+            with contextlib.nullcontext() if self._begun else _blocked_signals():
+                packed, sizes = next(elements)
         except Exception as error:
             self._failure = error.__traceback__
-            if not self._begun and "Worker process was terminated" in str(error):
-                error.add_note(
-                    f"grain_shard: a worker ended before any batch. If no reason is above, {_GUARD}"
-                )
+            if (code := re.search(r"terminated .* exit code (-?\d+)", str(error))) is not None:
+                error.add_note(f"grain_shard: {_why_it_ended(int(code[1]), self._begun)}")
             raise
         self._begun = True
         return _unpacked(packed, sizes)
+
+    def _started(self) -> grain.DatasetIterator:
+        let_grain_read_its_flags()
+        share = _Share(self._world, pickled(self._make))
+        self._elements = elements = iter(share.mp_prefetch(self._options, _begin_worker))
+        _running.add(elements)
+        return elements
 
     def close(self) -> None:
         """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
         if elements is not None:
+            _running.discard(elements)
             with noting("while closing the worker processes"):
                 elements.close()
             # The frames of an error refer to frames of Grain's threads, whose variables may hold
@@ -127,10 +142,31 @@ class WorkerProcesses(Producer[Any]):
             gc.collect()
 
 
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Blocks signals to the job in the calling thread, and in the processes that it starts.
+
+    A worker unblocks the signals when it is ready to ignore them. The main process gets its signals
+    in another thread.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
+    try:
+        # The tracker of shared memory serves the workers, too. When it starts, it unblocks signals.
+        multiprocessing.resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _begin_worker(index: int, count: int) -> None:
     """Prepares a worker process. Grain calls it in each worker, before anything else."""
-    mark_flags_as_parsed()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    let_grain_read_its_flags()
+    for number in _TO_THE_JOB:
+        # SIG_IGN would also hold in the programs that the user's functions start, such as ffmpeg.
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)  # system calls go on after the signal
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_JOB)
     threading.Thread(target=_end_with_parent, name="grain-shard-parent", daemon=True).start()
 
 
@@ -138,6 +174,42 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)  # the process that would end this worker is gone
+
+
+def _why_it_ended(exit_code: int, begun: bool) -> str:
+    """Explains the exit code of a worker.
+
+    Args:
+        exit_code: The exit code. A negative one is the number of the signal that killed the worker.
+        begun: True if the workers have made an element.
+    """
+    if exit_code >= 0:
+        if begun:
+            return "a function or a library in the worker ended the process."
+        return f"a worker ended before any batch. If no reason is above, {_GUARD}"
+    names = {int(number): number.name for number in signal.Signals}
+    killed = f"the signal {names.get(-exit_code, -exit_code)} killed the worker."
+    if -exit_code == signal.SIGBUS:
+        room = ""
+        if os.path.isdir("/dev/shm"):
+            shared = shutil.disk_usage("/dev/shm")
+            room = f" It has {shared.total / 1e6:,.0f} MB, {shared.free / 1e6:,.0f} MB free now."
+        return (
+            f"{killed} Most likely the shared memory /dev/shm is full, in which batches travel."
+            f"{room}\n  remedy: give the container more of it, by `docker run --shm-size=16g`, or"
+            " in Kubernetes by a volume `emptyDir: {medium: Memory}` at /dev/shm. Or pass fewer"
+            " num_workers or a smaller cpu_buffer_size."
+        )
+    if -exit_code == signal.SIGKILL:
+        return (
+            f"{killed} Most likely the machine or the container had no memory left: the kernel's"
+            " log (`dmesg`) then has a line with 'oom'.\n  remedy: pass fewer num_workers or a"
+            " smaller cpu_buffer_size, or allow more memory."
+        )
+    return (
+        f"{killed} Most likely a library of the pipeline crashed in native code.\n  remedy: set"
+        " PYTHONFAULTHANDLER=1, so that the worker prints where it crashed."
+    )
 
 
 def pickled(pipeline: Any) -> bytes:
@@ -155,8 +227,9 @@ def pickled(pipeline: Any) -> bytes:
     except Exception as error:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
-            remedy="do not keep an open file, connection or lock in the pipeline, because it cannot"
-            " be pickled. Open it in the worker: inside make_feed, or in the source's first read.",
+            remedy="do not keep an open file, connection, lock or ContextVar in the pipeline,"
+            " because it cannot be pickled. Open it in the worker: inside make_feed, or in the"
+            " source's first read.",
         ) from error
 
 
@@ -184,19 +257,21 @@ class _Share(grain.IterDataset):
     Grain calls `set_slice` to pass the number of the worker and the number of workers.
 
     Args:
+        world: The world of the loop's thread.
         make: The pickled function that makes the elements. It is given as bytes, because Grain
-            would make a copy of the function for each worker.
+            would make a copy of the function for each worker. And it is unpickled in the world,
+            because that may import the user's modules.
     """
 
-    def __init__(self, make: bytes):
+    def __init__(self, world: World | Elsewhere, make: bytes):
         super().__init__()
-        self._make, self._worker = make, (0, 1)
+        self._world, self._make, self._worker = world, make, (0, 1)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         self._worker = sl.start, sl.step
 
     def __iter__(self) -> _ShareIterator:
-        return _ShareIterator(lambda: pickle.loads(self._make)(*self._worker))
+        return _ShareIterator(self._world, lambda: pickle.loads(self._make)(*self._worker))
 
 
 class _ShareIterator(grain.DatasetIterator):
@@ -205,18 +280,20 @@ class _ShareIterator(grain.DatasetIterator):
     It has no state, because `make` returns elements that begin at the right position.
 
     Args:
+        world: The world of the loop's thread.
         make: Returns the elements. It is called for the first element and not before, because
             Grain also makes an iterator in the main process, and takes no element from it.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Any]]):
+    def __init__(self, world: World | Elsewhere, make: Callable[[], Iterator[Any]]):
         super().__init__()
-        self._make, self._elements = make, None
+        self._world, self._make = world, make
+        self._elements: Iterator[Any] | None = None
 
     def __next__(self) -> tuple[np.ndarray, np.ndarray]:
         try:
-            self._elements = self._elements or self._make()
-            return _packed(next(self._elements))
+            self._elements = self._elements or self._world.run(self._make)
+            return _packed(self._world.run(next, self._elements))
         except StopIteration:
             raise
         except BaseException as error:

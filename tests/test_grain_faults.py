@@ -141,9 +141,17 @@ class TestWorkers:
                     print(type(error).__name__)
                 with iter(ds.shard_to(mesh(), num_workers=1)) as iterator:
                     print(next(iterator)["id"].tolist())
+                # A flag of the user is still one that nobody has parsed, with workers or without.
+                ds = ds.map(lambda batch: {"v": np.full(4, flags.FLAGS.v)})
+                for num_workers in (1, 0):
+                    try:
+                        next(iter(ds.shard_to(mesh(), num_workers=num_workers)))
+                    except flags.UnparsedFlagAccessError as error:
+                        print(type(error).__name__)
             """)
-        status, out, _ = run(code, tmp_path / "program.py")  # stderr: test_workers.py
-        assert (status, out) == (0, "UnparsedFlagAccessError\n[0, 1, 2, 3]\n")
+        status, out, _ = run("from absl import flags\n" + code, tmp_path / "program.py")
+        unparsed = "UnparsedFlagAccessError\n"
+        assert (status, out) == (0, f"{unparsed}[0, 1, 2, 3]\n{unparsed}{unparsed}")
 
     def test_two_of_them_change_the_dataset_of_the_caller(self, mesh):
         if not flags.FLAGS.is_parsed():

@@ -397,11 +397,11 @@ BLOCKED_THREADS_ARE_LEFT_SOON = """
         """
 
 
-def start(code, path, **options):
+def start(code, path, *arguments, **options):
     path.write_text(code)
     root = str(Path(__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", str(path)],
+        [sys.executable, "-X", "faulthandler", str(path), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -429,9 +429,9 @@ def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypat
         eventually(lambda: rooms == [4, 3, 2, 1, 2, 1])
 
 
-def run(code, path):
+def run(code, path, *arguments):
     """Exit code, stdout and stderr; fails if it hangs, and leaves no process behind."""
-    process = start(code, path)
+    process = start(code, path, *arguments)
     try:
         out, err = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:

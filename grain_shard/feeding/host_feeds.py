@@ -14,7 +14,7 @@ from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
 from grain_shard.feeding.feed_reader import ENDED
 from grain_shard.feeding.feed_rows import row_stacker
 from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
-from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.grain_inside.read_ahead import begins_with_records
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
@@ -63,7 +63,7 @@ class HostFeeds(HostBatches):
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
-        mark_flags_as_parsed()  # an .mp_prefetch in a feed fails if absl's flags are not parsed
+        let_grain_read_its_flags()  # an .mp_prefetch in a feed reads them
         iterator = FeedIterator(self._ds, self._run, position)
         # Worker processes have a buffer of their own. So with workers, only one batch waits in this
         # process.

@@ -25,6 +25,7 @@ from grain_shard.spans import READ, TASK, WORK, Span, record, span
 from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import pickled, sendable
+from grain_shard.world import Elsewhere, World
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
 _PAUSE_S = 1.0
@@ -63,7 +64,7 @@ class ExecutorBatches(Producer[int]):
         faults: Faults,
     ):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
-        self._name = type(executor).__name__
+        self._name, self._world = type(executor).__name__, World()
         self._pipeline = pickled((batching, rules))
         if len(self._pipeline) > _LARGE_BYTES:
             logging.warning(
@@ -131,7 +132,7 @@ class ExecutorBatches(Producer[int]):
 
     def _submitted(self, index: int) -> Future[Made]:
         try:
-            return self._executor.submit(make_batch, self._pipeline, index)
+            return self._executor.submit(make_batch, self._world, self._pipeline, index)
         except Exception as error:
             raise GrainShardError(
                 f"the executor {self._name} accepts no task: {describe_error(error)}\n"
@@ -149,10 +150,11 @@ class ExecutorBatches(Producer[int]):
         return future.result()
 
 
-def make_batch(pipeline: bytes, index: int) -> Made:
+def make_batch(world: World | Elsewhere, pipeline: bytes, index: int) -> Made:
     """Makes one batch in a worker of the executor.
 
     Args:
+        world: The world of the loop's thread.
         pipeline: The pickled pair of the batches and the rules for failed reads.
         index: The number of the batch.
 
@@ -162,8 +164,8 @@ def make_batch(pipeline: bytes, index: int) -> Made:
     """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
-        batching, rules = _unpickled(pipeline)
-        batch, counts = counted_batch(batching, rules, index)
+        batching, rules = world.run(_unpickled, pipeline)
+        batch, counts = world.run(counted_batch, batching, rules, index)
     except Exception as error:
         error.add_note(f"grain_shard: in {process}")
         return sendable(error)

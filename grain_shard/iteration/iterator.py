@@ -36,7 +36,6 @@ from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
-from grain_shard.jax_context import jax_context
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
@@ -45,6 +44,7 @@ from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Producer, log_unclosed
 from grain_shard.trees import Batch
+from grain_shard.world import World
 
 
 class Run:
@@ -177,7 +177,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._dropped = across, dropped
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._enter_context = jax_context()  # the context of the thread that runs __init__
+            self._world = World()
             self._at = self._open(None)
 
     def __repr__(self) -> str:
@@ -428,8 +428,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             run.close()  # before the next run opens, which may read from the same source
         finally:  # the next run opens even if closing the old run raised an error
             if run.close.is_over:
-                with self._enter_context():
-                    self._at = self._open(position)
+                self._at = self._world.run(self._open, position)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Writes the state in the background, for Orbax's v1 API.

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 from grain_shard.errors import ShardingError, StateError, shortened
-from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, STREAM
 from grain_shard.iteration.compared_batches import Reread
@@ -48,7 +48,7 @@ class Stream(HostBatches):
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
 
     def open(self, position: bytes | None) -> Opened:
-        mark_flags_as_parsed()  # an .mp_prefetch in the stream fails without parsed absl flags
+        let_grain_read_its_flags()  # an .mp_prefetch in the stream reads Grain's flags
         faults = Faults(self._fault_rules)
         iterator = self._ds.iterate(faults)
         seen = iterator.seen

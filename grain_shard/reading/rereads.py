@@ -29,9 +29,9 @@ import numpy as np
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import route
-from grain_shard.jax_context import jax_context
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.trees import Batch, as_arrays, flatten, is_text
+from grain_shard.world import World
 
 # The most records to read again, and the most bytes of their rows to keep. For a stream or feeds,
 # whose records are not known to be rows of this host, fewer are read.
@@ -239,7 +239,7 @@ class Sample:
         Returns:
             The first difference, None if there is none; and the number of records read.
         """
-        found, counts, enter_context = list[Difference](), [0] * _THREADS, jax_context()
+        found, counts = list[Difference](), [0] * _THREADS
         each = max(2, int(_SHARE * len(alone)))
         until = time.perf_counter() + _TOGETHER_S
 
@@ -265,13 +265,12 @@ class Sample:
 
         def read_some(rank: int) -> None:
             order = np.random.default_rng(rank).permutation(list(alone))[:each].tolist()
-            with enter_context():
-                for record in order:
-                    if not (found or self.is_stopped or (counts[rank] and is_late())):
-                        read(record)
-                        counts[rank] += 1
+            for record in order:
+                if not (found or self.is_stopped or (counts[rank] and is_late())):
+                    read(record)
+                    counts[rank] += 1
 
-        with ThreadPoolExecutor(_THREADS, "grain-shard-reread") as threads:
+        with ThreadPoolExecutor(_THREADS, "grain-shard-reread", World().enter) as threads:
             for done in [threads.submit(read_some, rank) for rank in range(_THREADS)]:
                 done.result()
         return (found[0] if found else None), sum(counts)

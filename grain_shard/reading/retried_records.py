@@ -12,10 +12,13 @@ from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.tasks import Raised
+from grain_shard.world import World
 
 
 class RetriedRecords(grain.MapDataset):
     """The records of the parent dataset. A read that fails is tried again, if the rules say so.
+
+    Grain's threads read them, in the `World` of the thread that makes this object.
 
     Args:
         parent: The dataset of records.
@@ -24,7 +27,7 @@ class RetriedRecords(grain.MapDataset):
 
     def __init__(self, parent: grain.MapDataset, faults: Faults):
         super().__init__(parent)
-        self._records, self._faults = parent, faults
+        self._records, self._faults, self._world = parent, faults, World()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -33,6 +36,7 @@ class RetriedRecords(grain.MapDataset):
         return "RetriedRecords"
 
     def __getitem__(self, index: Any) -> Any:  # Grain's stream asks for no slice
+        self._world.enter()
         try:
             return self._records[index]
         except Exception as error:

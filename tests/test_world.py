@@ -1,0 +1,268 @@
+"""C13: a record is the same wherever it is read. What a thread, a worker or a task sees besides it.
+
+The signals to a whole job belong to the same world: only the loop decides what they mean.
+"""
+
+import concurrent.futures
+import contextlib
+import contextvars
+import decimal
+import json
+import re
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grain_shard import placement
+from grain_shard.worker_processes import _why_it_ended
+from tests.conftest import data_mesh
+from tests.pipelines import KINDS
+from tests.test_lifecycle import run
+
+slow = pytest.mark.slow
+OF_THE_USER = contextvars.ContextVar("of_the_user", default=0)
+
+
+def bits():
+    return jax.random.bits(jax.random.key(3), (), "uint16").astype(int)
+
+
+def raises(work):
+    try:
+        work()
+    except Exception:
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def of_the_user():
+    token = OF_THE_USER.set(7)
+    yield
+    OF_THE_USER.reset(token)
+
+
+def value_of_the_user():
+    return OF_THE_USER.get()
+
+
+def device():
+    return jnp.zeros(()).devices().pop().id
+
+
+def jaxpr_has(words):
+    x = np.zeros((2, 2), np.float32)
+    return int(words in str(jax.make_jaxpr(jnp.dot)(x, x)))
+
+
+# By name: a context of the loop, and what a function of the pipeline sees of it, as an integer.
+CONTEXTS = {
+    "default_prng_impl": (lambda: jax.default_prng_impl("rbg"), bits),
+    "threefry_partitionable": (lambda: jax.threefry_partitionable(False), bits),
+    "default_device": (lambda: jax.default_device(jax.devices()[3]), device),
+    "numpy_dtype_promotion": (
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: raises(lambda: jnp.float32(1) + jnp.int16(1)),
+    ),
+    "numpy_rank_promotion": (
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: raises(lambda: jnp.zeros((2, 2)) + jnp.zeros(2)),
+    ),
+    "default_matmul_precision": (
+        lambda: jax.default_matmul_precision("highest"),
+        lambda: jaxpr_has("HIGHEST"),
+    ),
+    "disable_jit": (
+        jax.disable_jit,
+        lambda: jax.jit(lambda x: x + isinstance(x, jax.core.Tracer))(0),
+    ),
+    "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(3).itemsize),
+    "set_mesh": (lambda: jax.set_mesh(data_mesh(4)), lambda: jax.sharding.get_mesh().size),
+    "np.errstate": (
+        lambda: np.errstate(divide="raise"),
+        lambda: raises(lambda: np.ones(1) / np.zeros(1)),
+    ),
+    "a ContextVar": (of_the_user, value_of_the_user),
+    "decimal": (
+        lambda: decimal.localcontext(prec=2),
+        lambda: int(decimal.Decimal(1234) + 1),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def executor():
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_threads_and_tasks_are_in_the_contexts_of_the_loop(name, executor):
+    context, sees = CONTEXTS[name]
+
+    def record(i):
+        return {"seen": np.int64(sees())}
+
+    def seen(batches):
+        return {int(x) for batch in batches for x in np.asarray(batch["seen"]).ravel()}
+
+    def sharded(kind="random access", **options):
+        return KINDS[kind](record).shard_to(jax.devices()[0], remainder="drop", **options)
+
+    with context():
+        here = {int(sees())}
+        for kind in KINDS:
+            assert seen(sharded(kind)) == here, kind
+        assert seen(sharded(executor=executor)) == here
+        assert seen(placement.prefetch_to_device(record(i) for i in range(3))) == here
+        iterator = iter(sharded())
+        saved = iterator.get_state()
+    assert {int(sees())} != here
+    iterator.set_state(saved)
+    assert seen(iterator) == here, "also after a restore elsewhere"
+    assert {int(sees())} != here
+    assert seen(sharded(executor=executor)) != here, "the executor's threads are as before"
+
+
+# Its flag is defined in a worker when the functions of the pipeline arrive.
+LIBRARY = """
+from absl import flags
+flags.DEFINE_integer("of_a_library", 1, "")
+"""
+PROGRAM = """
+import concurrent.futures, json, multiprocessing, os
+import grain, jax, numpy as np
+from absl import app, flags
+from jax._src import xla_bridge
+import grain_shard
+
+flags.DEFINE_integer("given", 1, "")
+flags.DEFINE_list("in_code", ["a"], "")
+
+def sees(i):
+    config, values = jax.config, flags.FLAGS
+    seen = [
+        values.given, values.in_code, library.flags.FLAGS.of_a_library,
+        os.path.basename(os.getcwd()), config.jax_enable_x64, config.jax_random_seed_offset,
+        config.jax_default_prng_impl, config.jax_threefry_partitionable,
+        str(config.jax_default_device).split(":")[0], np.geterr()["divide"],
+    ]
+    return {"seen": json.dumps(seen), "backend": xla_bridge.backends_are_initialized()}
+
+def make_feed(feed):
+    return grain.MapDataset.range(4).map(sees).to_iter_dataset()
+
+def main(_):
+    global library
+    import library  # not in a worker's main script
+    pool = concurrent.futures.ProcessPoolExecutor
+    records = grain.MapDataset.range(8).map(sees).batch(4)
+    feeds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+    device = jax.devices()[0]
+    with pool(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        processes.submit(int).result()  # it starts before the world changes
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        flags.FLAGS.in_code, flags.FLAGS.of_a_library = ["b", "c"], 5
+        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_random_seed_offset", 3)
+        with (
+            jax.default_prng_impl("rbg"), jax.threefry_partitionable(False),
+            jax.default_device(device), np.errstate(divide="raise"),
+        ):
+            print(sees(0)["seen"])
+            for ds in (
+                records.shard_to(device, num_workers=2),
+                records.shard_to(device, executor=processes),
+                feeds.shard_to(device, num_workers=2),
+            ):
+                batches = list(ds)
+                assert not any(np.asarray(batch["backend"]).any() for batch in batches)
+                print(*{row for batch in batches for row in batch["seen"]})
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+
+
+@slow
+def test_every_process_has_the_flags_the_folder_and_the_settings(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    code, out, err = run(PROGRAM, tmp_path / "program.py", "--given=10")
+    assert code == 0, err
+    seen = [10, ["b", "c"], 5, "elsewhere", True, 3, "rbg", False, "cpu", "raise"]
+    assert out.splitlines() == [json.dumps(seen)] * 4
+
+
+SIGNALLED = """
+import os, signal, subprocess, sys, threading
+import grain, jax, numpy as np
+import grain_shard
+
+GROUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT
+
+def decode(i):
+    program = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    program.terminate()  # reaches it, although the worker ignores such a signal
+    return {"id": np.int32(i), "status": np.int32(program.wait())}
+
+def make_feed(feed):
+    return grain.MapDataset.range(400).map(decode)[feed.shard_index::2].to_iter_dataset()
+
+def to_the_group():
+    for number in GROUP:
+        os.killpg(0, number)
+
+if __name__ == "__main__":
+    os.setpgrp()
+    got = []
+    for number in GROUP:
+        signal.signal(number, lambda number, frame: got.append(number))
+    for ds in (
+        grain.MapDataset.range(400).map(decode).batch(8),
+        grain_shard.feeds(make_feed, num_feeds=2).batch(8),
+    ):
+        batches = iter(ds.shard_to(jax.devices()[0], num_workers=2))
+        started = threading.Event()
+        def while_they_start():
+            while not started.wait(0.02):
+                to_the_group()
+        signals = threading.Thread(target=while_they_start)
+        signals.start()
+        first = next(batches)
+        started.set()
+        signals.join()
+        assert (first["status"] < 0).all()
+        for _ in range(20):  # more than were made before the signals
+            to_the_group()
+            next(batches)
+    assert set(got) == set(GROUP)
+    print("trained on")
+"""
+
+
+@slow
+def test_a_signal_to_the_whole_job_is_the_loops_to_handle(tmp_path):
+    code, out, err = run(SIGNALLED, tmp_path / "program.py")
+    assert (code, out, err) == (0, "trained on\n", "")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "begun", "words"),
+    [
+        (-signal.SIGBUS, True, "SIGBUS .*/dev/shm.*MB.*--shm-size"),
+        (-signal.SIGKILL, False, "SIGKILL .*memory.*oom"),
+        (-signal.SIGSEGV, False, "SIGSEGV .*PYTHONFAULTHANDLER"),
+        (-41, True, "signal 41 "),
+        (3, True, "a function or a library"),
+        (1, False, "before any batch.*__main__"),
+    ],
+)
+def test_an_exit_code_in_words(exit_code, begun, words):
+    said = _why_it_ended(exit_code, begun)
+    assert re.search(words, said, re.DOTALL)
+    assert ("__main__" in said) == ("__main__" in words)
