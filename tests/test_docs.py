@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,46 @@ def test_the_page_about_saving_goes_on_where_it_was_stopped(tmp_path):
         assert printed(code, tmp_path) == "30 613440.0\n"
 
 
+FEEDS = """\
+    grain_shard.feeds(
+        lambda feed: grain.MapDataset.range(640)[feed.shard_index :: feed.shard_count]
+        .seed(42)
+        .shuffle()
+        .repeat()
+        .map(lambda i: {"x": np.float32(i)})
+        .to_iter_dataset(),
+        num_feeds=4,
+    )
+    .batch(64)
+"""
+
+
 @pytest.mark.slow
-def test_the_page_about_saving_is_the_same_script_on_two_hosts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dataset", [r"\1.repeat(10000)\n", FEEDS], ids=["random access", "feeds"])
+def test_the_page_about_saving_is_preempted_on_two_hosts(dataset, tmp_path, monkeypatch):
+    """A host's whole process group gets SIGTERM, as SLURM does it; then the job starts again."""
     monkeypatch.chdir(tmp_path)
     _, code = BLOCK.findall((ROOT / "docs/saving.md").read_text())[0]
-    line = r"^jax\.config\.update\(.*on a pod (jax\.distributed\.initialize\(\))$"
     script = tmp_path / "train.py"
-    script.write_text(re.sub(line, r"\1", code, flags=re.MULTILINE))
-    result = rehearse.run_script([str(script)], hosts=2, devices_per_host=2)
-    assert result.exit_code == 0, result.summary()
-    assert all("30 613440.0\n" in output for output in result.outputs)
+    for line, new in (
+        (r"jax\.config\.update\(.*on a pod (jax\.distributed\.initialize\(\))\n", r"\1\n"),
+        (r"(    grain\.MapDataset(?:.*\n)*    )\.repeat\(3\)\n", dataset),
+        (r"    \.shard_to\(mesh\)\n", "    .shard_to(mesh, num_workers=2)\n"),
+        (r"    for step, batch in .*\n", r"    first = step\n\g<0>"),
+        (r"        if preempted:\n", "        if preempted or (first and step % 10 == 0):\n"),
+        (r"        state = train_step.*\n", r"\g<0>        if step == 7: os.killpg(0, 15)\n"),
+    ):
+        code, count = re.subn(line, new, code)
+        assert count == 1, line
+    script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(code, '    ')}")
+    steps = [0]
+    for _ in range(2):
+        result = rehearse.run_script([str(script)], hosts=2, devices_per_host=2)
+        assert result.exit_code == 0, result.summary()
+        (last,) = {output.splitlines()[-1] for output in result.outputs}
+        steps.append(int(last.split()[0]))
+    assert 7 < steps[1] < steps[2]
+    assert float(last.split()[1]) == steps[2] * sum(range(640)) / 10, "each epoch's records once"
 
 
 def test_the_first_block_of_the_readme_is_one_that_runs():
