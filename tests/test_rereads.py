@@ -151,10 +151,10 @@ def test_a_worker_process_that_gives_other_rows_is_named(function, after_batch):
 
 def test_a_process_of_an_executor_that_gives_other_rows_is_named():
     class Elsewhere(concurrent.futures.Executor):
-        def submit(self, function, pipeline, index):
+        def submit(self, function, *arguments):
             os.environ["SCALE"] = "2"
             try:
-                made = pickle.loads(pickle.dumps(function(pipeline, index)))
+                made = pickle.loads(pickle.dumps(function(*arguments)))
             finally:
                 del os.environ["SCALE"]
             done = concurrent.futures.Future()
