@@ -1,13 +1,16 @@
 """What stands between `.batch` and `.shard_to`, and what a batch looks like in the end."""
 
+import dataclasses
 import functools
 
 import grain
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from grain_shard import PadToDivisible, ShardingError
+from grain_shard.sharding.sharding_tree import ShardingTree
 from tests.conftest import data_mesh, ids, numbered
 
 # Grain's padding of the last batch.
@@ -71,3 +74,45 @@ def test_once_is_refused_where_it_would_take_more_padding(remainder):
     )
     ds = numbered(32, 16).shard_to(mesh, read="once", remainder=remainder)
     assert ids(ds) == [list(range(16)), list(range(16, 32))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh and a layout look at, of a device of some slice."""
+
+    id: int
+    platform: str
+    slice_index: int
+    device_kind: str = "some chip"
+
+    @property
+    def process_index(self):
+        return self.id // 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "slices", "auto"),
+    [
+        ("tpu", [0] * 8, "once"),
+        ("tpu", [3] * 8, "once"),
+        ("tpu", [0] * 4 + [1] * 4, "needed"),
+        ("tpu", [0, 1] * 4, "needed"),
+        ("gpu", [0, 0, 1, 1, 2, 2, 3, 3], "once"),  # a GPU's slice is of NVLink
+    ],
+)
+def test_rows_are_read_once_in_a_single_slice_only(platform, slices, auto):
+    devices = [Device(i, platform, slice_index) for i, slice_index in enumerate(slices)]
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("model", "data"))
+    assert ShardingTree.of(mesh).way_to_read("auto", 16) == auto
+    if auto == "once":
+        numbered(32, 16).shard_to(mesh, read="once")
+        return
+    with pytest.raises(ShardingError) as refusal:
+        numbered(32, 16).shard_to(mesh, read="once")
+    assert str(refusal.value) == (
+        'read="once" moves rows between all devices in each step, but the mesh spans several TPU'
+        " slices, and the network between slices is slow.\n"
+        "  mesh:   model=2, data=4\n"
+        '  remedy: pass read="auto" or read="needed". To read fewer rows, shard the batch over each'
+        " axis that spans slices: name the axis in the first entry of the spec."
+    )

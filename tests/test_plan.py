@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import GrainShardError, ShardingError, rehearse
-from grain_shard.sharding.slices import slice_of
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
 from tests.counting_source import Source
@@ -173,7 +172,7 @@ def assert_exact(plan, mesh, spec):
     needed = {host.host: rows_of(host) for host in plan.needed.hosts}
     assert needed == {host: sorted(rows) for host, rows in sorted(held.items())}
     assert plan.needed.amplification == pytest.approx(sum(map(len, held.values())) / size)
-    if size % mesh.size == 0:
+    if size % mesh.size == 0 and not plan.spans_slices:
         once = [row for host in plan.once.hosts for row in rows_of(host)]
         assert sorted(once) == list(range(size))
         assert [host.host for host in plan.once.hosts] == sorted(held)
@@ -265,13 +264,13 @@ class TestTopologies:
     def test_several_slices_lie_along_the_first_axes(self, name, slices, axes, of_slices):
         mesh = topology_mesh(name, axes, slices=slices)
         assert dict(mesh.shape) == axes
-        numbers = np.vectorize(slice_of)(mesh.devices)
+        numbers = np.vectorize(lambda device: getattr(device, "slice_index", 0))(mesh.devices)
         for dim, expected in enumerate(of_slices):
             along = np.moveaxis(numbers, dim, 0).reshape(len(expected), -1)[:, 0]
             assert along.tolist() == expected
         over_all = P(tuple(axes))
         plan = grain_shard.plan(mesh, over_all, global_batch_size=48, num_records=48)
-        assert plan.num_slices == slices
+        assert plan.spans_slices == (slices > 1)
         assert_exact(plan, mesh, over_all)
 
 
@@ -348,7 +347,6 @@ class TestFigures:
         assert (plan.to_dict()["once"] is not None) == can_be_once
         assert ('read="once"' in str(plan)) == can_be_once
         assert plan.reads.amplification == (1 if read == "once" else 2)
-        assert (plan.num_slices, plan.rows_read_again, len(plan.reads.slices)) == (1, 0, 1)
         assert "slice" not in str(plan)
 
     @pytest.mark.parametrize(
@@ -417,49 +415,14 @@ def test_warnings(axes, batch, records, options, expected):
 
 
 @needs_libtpu
-class TestSlices:
-    OPTIONS = {"global_batch_size": 64, "num_records": 600, "record_bytes": 1000}  # noqa: RUF012
-
-    def planned(self, axes, spec=None, **options):
-        mesh = topology_mesh("v5e:4x4", axes, slices=2)
-        return grain_shard.plan(mesh, spec, **self.OPTIONS | options)
-
-    def test_each_reads_rows_of_its_own(self):
-        plan = self.planned({"data": 8, "model": 4})
-        assert (plan.num_devices, plan.num_hosts, plan.num_slices) == (32, 8, 2)
-        assert (plan.read, plan.once.amplification, plan.needed.amplification) == ("once", 1, 2)
-        assert (plan.rows_read_again, plan.bytes_read_again) == (0, 0)
-        first, second = plan.reads.slices
-        assert (first.slice, first.hosts, first.rows) == (0, (0, 1, 2, 3), ((0, 32),))
-        assert (second.slice, second.hosts, second.rows) == (1, (4, 5, 6, 7), ((32, 64),))
-        assert (first.rows_per_step, first.bytes_per_step) == (32, 32_000)
-        assert (first.rows_per_epoch, second.rows_per_epoch) == (9 * 32 + 24, 9 * 32)
-        assert [host.slice for host in plan.reads.hosts] == [0] * 4 + [1] * 4
-        shown = " ".join(str(plan).split())
-        assert "nothing is exchanged: each slice reads rows of its own" in shown
-        assert plan.to_dict()["num_slices"] == 2
-        assert plan.to_dict()["once"]["slices"][1]["rows"] == [[32, 64]]
-
-    def test_each_reads_all(self):
-        plan = self.planned({"replica": 2, "data": 4, "model": 4}, P("data"))
-        assert (plan.read, plan.once.amplification, plan.needed.amplification) == ("once", 2, 4)
-        assert (plan.rows_read_again, plan.bytes_read_again) == (64, 64_000)
-        for of_slice in plan.reads.slices:
-            assert (of_slice.rows, of_slice.rows_per_step) == (((0, 64),), 64)
-            assert of_slice.rows_per_epoch == 600
-        shown = " ".join(str(plan).split())
-        assert "64 rows (64.0 kB) a step are read again where they are needed" in shown
-        assert "reads each row once in each slice that needs it" in shown
-        assert "64 rows a step are read again in another slice" in shown
-
-    def test_a_slice_that_is_one_host_has_nobody_to_exchange_with(self):
-        mesh = topology_mesh("v5p:2x2x1", {"replica": 4, "data": 4}, slices=4)
-        plan = grain_shard.plan(mesh, P("data"), **self.OPTIONS)
-        assert (plan.read, plan.needed.amplification) == ("needed", 4)
-        assert [warning[:30] for warning in plan.warnings][:1] == ["192 rows a step are read again"]
-        plan = self.planned({"replica": 2, "data": 16}, P("data"), global_batch_size=70)
-        assert plan.reads.padded_batch_size == 80
-        assert plan.rows_read_again == 70, "of padding nothing is read"
+def test_several_slices_exchange_no_rows():
+    mesh = topology_mesh("v5e:4x4", {"replica": 2, "data": 4, "model": 4}, slices=2)
+    plan = grain_shard.plan(mesh, P("data"), global_batch_size=64, num_records=640)
+    assert (plan.read, plan.once, plan.needed.amplification) == ("needed", None, 4)
+    shown = " ".join(str(plan).split())
+    assert "8 hosts in several slices" in shown
+    assert "each row is read 4 times" in plan.warnings[0]
+    assert "Slices exchange no rows. So shard the batch over that axis, too" in plan.warnings[0]
 
 
 def test_a_plan_shows_itself():

@@ -9,7 +9,7 @@ always replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -20,7 +20,13 @@ from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
-from grain_shard.sharding.layout import BatchLayout, describe_parts, mesh_axes_of, round_up
+from grain_shard.sharding.layout import (
+    BatchLayout,
+    batch_axes,
+    describe_parts,
+    mesh_axes_of,
+    round_up,
+)
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
@@ -30,7 +36,6 @@ from grain_shard.sharding.specs import (
     num_shards,
     spec_rank,
 )
-from grain_shard.sharding.spread import Spread
 from grain_shard.trees import Batch, is_none, is_text, path_of
 
 Read = Literal["auto", "needed", "once"]
@@ -164,9 +169,9 @@ class ShardingTree:
         """Returns "needed" or "once" for the argument `read` of `shard_to`.
 
         "needed" means that each host reads the rows that its devices need. "once" means that each
-        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows, and every
-        padded batch splits evenly over the devices. Batches get no further padding for "once", so
-        `read` never changes the shape of a batch.
+        row is read once, see `spread`. "auto" becomes "once" if all devices are in one slice,
+        "once" reads fewer rows, and every padded batch splits evenly over the devices. Batches get
+        no further padding for "once", so `read` never changes the shape of a batch.
 
         Args:
             read: "auto", "needed" or "once".
@@ -174,10 +179,19 @@ class ShardingTree:
             num_feeds: Number of feeds that each give the same number of rows.
 
         Raises:
-            ShardingError: `read` is "once", and the devices do not divide a padded batch.
+            ShardingError: `read` is "once", and the devices are in several slices, or do not divide
+                a padded batch.
         """
-        if read == "needed":
-            return read
+        if read == "needed" or (read == "auto" and self.spans_slices):
+            return "needed"
+        if self.spans_slices:
+            raise ShardingError(
+                'read="once" moves rows between all devices in each step, but the mesh spans'
+                " several TPU slices, and the network between slices is slow.",
+                mesh_axes=self.mesh_axes,
+                remedy='pass read="auto" or read="needed". To read fewer rows, shard the batch over'
+                " each axis that spans slices: name the axis in the first entry of the spec.",
+            )
         # `padded`, `multiple` and `amplification` are the same in the layouts of all hosts, so the
         # first layout is taken.
         layout = next(iter(self.layouts().values()))
@@ -213,24 +227,30 @@ class ShardingTree:
             "microbatches": self.microbatches,
         }
 
+    @property
+    def spans_slices(self) -> bool:
+        """True if the devices are in several TPU slices, which only a slow network joins."""
+        # The `slice_index` of a GPU is of hosts that NVLink joins, and often of a single host.
+        of_tpus = [device for device in self.devices() if device.platform != "gpu"]
+        return len({getattr(device, "slice_index", 0) for device in of_tpus}) > 1
+
     def spread(self) -> ShardingTree:
-        """Returns the shardings in which hosts read a batch with ``read="once"``; see `Spread`."""
-        return self._spread(Spread.read_by)
+        """Returns the shardings in which hosts read a batch with ``read="once"``.
 
-    def moves(self) -> tuple[ShardingTree, ...]:
-        """Returns the shardings to which the devices move a batch that was read by `spread`.
-
-        The devices move the batch to each element of the tuple in turn. There are one or two
-        elements (see `Spread.gathered`). The last one is this tree.
+        All mesh axes split the rows, so each row is on one device.
         """
-        gathered = self._spread(Spread.gathered)
-        return (self,) if gathered == self else (gathered, self)
-
-    def _spread(self, step: Callable[[Spread, Sharding], Sharding]) -> ShardingTree:
         named = self.named()
         if not named:
             return self
-        return replace(self, prefix=jax.tree.map(partial(step, Spread.of(named)), self.prefix))
+        # The most sharded leaf gives the order of the axes, so that its rows move least.
+        most = max(named, key=num_shards)
+        axes = dict.fromkeys((*batch_axes(most.spec), *cast(Mesh, most.mesh).axis_names))
+
+        def over_all(sharding: Sharding) -> Sharding:
+            is_named = isinstance(sharding, NamedSharding)
+            return sharding.update(spec=PartitionSpec(tuple(axes))) if is_named else sharding
+
+        return replace(self, prefix=jax.tree.map(over_all, self.prefix))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """Returns the tree with a sharding for the mask, which is sharded like the rows.

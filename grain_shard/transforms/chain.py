@@ -118,9 +118,9 @@ def shard_to(
             rows that its devices hold, so several hosts read the same row. "once": one host reads
             each row, and the devices exchange rows when the loop gets the batch. The number of
             devices must then divide the rows of the padded batch.
-            On several slices, each slice that needs the row reads it once, because rows never cross
-            slices. "auto": "once" if the devices divide the batch and "once" reads fewer rows, else
-            "needed". It is also "needed" with fewer feeds than hosts.
+            On several TPU slices "once" is an error, because the network between them is slow.
+            "auto": "once" if the devices are in one slice and divide the batch, and "once" reads
+            fewer rows, else "needed". It is also "needed" with fewer feeds than hosts.
         timeout_s: Seconds that a host waits for another host before it raises. A host whose
             training loop is busy elsewhere is waited for ten times as long.
 

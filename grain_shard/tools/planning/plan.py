@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -19,7 +18,6 @@ from grain_shard.errors import ShardingError, describe_spec, require_choice, req
 from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import Read, ShardingTree
-from grain_shard.sharding.slices import slice_of
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.planning.result import Plan, Reads, RowReads
 from grain_shard.tools.planning.warnings import find_warnings
@@ -87,29 +85,22 @@ def plan(
     held_records = min(num_records, steps * global_batch_size)
     full, rest = divmod(held_records, global_batch_size)
     devices = target.devices()
-    slice_of_host = {device.process_index: slice_of(device) for device in devices}
 
     def bytes_of(rows: int) -> int | None:
         return None if record_bytes is None else rows * record_bytes
 
     def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> Reads:
-        def reads_of(*hosts: int) -> RowReads:
-            shards = sorted({shard for host in hosts for shard in layouts[host].shards})
-            together = dataclasses.replace(layouts[hosts[0]], shards=tuple(shards))
-            of_hosts = [layouts[host].ranges(size) for host in hosts]
-            of_full = sum(_rows_with_records(rows, global_batch_size) for rows in of_hosts)
-            of_last = sum(_rows_with_records(rows, rest) for rows in of_hosts)
+        def reads_of(host: int) -> RowReads:
+            rows = tuple(layouts[host].ranges(size))
+            of_full = _rows_with_records(rows, global_batch_size)
             return RowReads(
-                hosts=hosts,
-                slice=slice_of_host[hosts[0]],
-                rows=tuple(together.ranges(size)),
+                host=host,
+                rows=rows,
                 rows_per_step=of_full,
-                rows_per_epoch=full * of_full + of_last,
+                rows_per_epoch=full * of_full + _rows_with_records(rows, rest),
                 bytes_per_step=bytes_of(of_full),
             )
 
-        in_slices = sorted(layouts, key=slice_of_host.__getitem__)
-        by_slice = itertools.groupby(in_slices, slice_of_host.__getitem__)
         first = next(iter(layouts.values()))
         return Reads(
             read=mode,
@@ -117,24 +108,20 @@ def plan(
             padded_batch_size=size,
             amplification=first.amplification,
             hosts=tuple(map(reads_of, layouts)),
-            slices=tuple(reads_of(*hosts) for _, hosts in by_slice),
         )
 
     needed, once = reads("needed", target.layouts()), None
-    # If the devices do not divide the batch, `way_to_read` raises an error, and `once` stays None.
+    # If this raises an error, rows cannot be read once, and `once` stays None.
     with contextlib.suppress(ShardingError):
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())
     blocks = [num_shards(sharding) for sharding in target.named()] or [1]
-    slices = (once if once and read == "once" else needed).slices
-    read_by_slices = sum(_rows_with_records(part.rows, global_batch_size) for part in slices)
-    read_again = read_by_slices - global_batch_size  # the first read of each row is not counted
     planned = Plan(
         device_kind=devices[0].device_kind,
         hardware=hardware or detect_hardware(devices[0]),
         num_devices=len(devices),
         num_hosts=len(needed.hosts),
-        num_slices=len(needed.slices),
+        spans_slices=target.spans_slices,
         mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in target.named())),
         num_records=num_records,
@@ -153,8 +140,6 @@ def plan(
         hosts_with_the_same_rows=tuple(
             hosts for hosts in needed.hosts_by_rows().values() if len(hosts) > 1
         ),
-        rows_read_again=read_again,
-        bytes_read_again=bytes_of(read_again),
     )
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
 

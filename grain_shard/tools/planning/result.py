@@ -23,36 +23,27 @@ from grain_shard.tools.showing.tables import (
 )
 from grain_shard.training.hardware import HardwareType
 
-_MAX_LINES = 16  # most lines of hosts, or of slices, in a table
+_MAX_LINES = 16  # most lines of hosts in a table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReads:
-    """The rows that one host reads, or that the hosts of a slice read together.
+    """The rows that one host reads.
 
     Attributes:
-        hosts: JAX process index of the host, or of each host of the slice that has a device in
-            the mesh, ascending.
-        slice: Index of the TPU slice to which the host belongs, or the hosts belong.
-        rows: The rows of a padded batch that these hosts hold, as (start, stop) ranges, ascending.
-        rows_per_step: Number of rows read for a full batch, added up over the hosts. Rows of
-            padding are not read.
-        rows_per_epoch: Number of rows read in an epoch, added up over the hosts.
+        host: JAX process index of the host.
+        rows: The rows of a padded batch that the host holds, as (start, stop) ranges, ascending.
+        rows_per_step: Number of rows read for a full batch. Rows of padding are not read.
+        rows_per_epoch: Number of rows read in an epoch.
         bytes_per_step: Bytes that are read for a full batch; None if the bytes of a record
             are unknown.
     """
 
-    hosts: tuple[int, ...]
-    slice: int
+    host: int
     rows: tuple[tuple[int, int], ...]
     rows_per_step: int
     rows_per_epoch: int
     bytes_per_step: int | None
-
-    @property
-    def host(self) -> int:
-        """The process index of the only host, or of the first host of the slice."""
-        return self.hosts[0]
 
     def cells(self) -> tuple[str, ...]:
         """Returns four cells of a table: ranges of rows, rows and bytes a step, rows an epoch."""
@@ -75,7 +66,6 @@ class Reads:
         amplification: Average number of hosts that read a row: the rows that all hosts read for a
             batch, divided by the rows of the batch.
         hosts: The reads of each host, by process index, ascending.
-        slices: The reads of each slice, by slice index, ascending.
     """
 
     read: Literal["needed", "once"]
@@ -83,7 +73,6 @@ class Reads:
     padded_batch_size: int
     amplification: float
     hosts: tuple[RowReads, ...] = dataclasses.field(repr=False)
-    slices: tuple[RowReads, ...] = dataclasses.field(repr=False)
 
     def hosts_by_rows(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
         """Returns the hosts that hold the same rows, by their ranges of rows.
@@ -115,7 +104,7 @@ class Plan(InNotebooks):
         hardware: The chip; `HardwareType.UNKNOWN` if its critical batch size is not known.
         num_devices: Number of devices in the mesh.
         num_hosts: Number of hosts that have a device in the mesh.
-        num_slices: Number of slices that have a device in the mesh.
+        spans_slices: True if the devices are in several TPU slices.
         mesh: Size of each mesh axis, by name.
         specs: The distinct specs of the leaves, as text.
         num_records: Number of records of an epoch.
@@ -132,13 +121,10 @@ class Plan(InNotebooks):
             shards other dims than the rows. None without `record_bytes`.
         read: The choice of `shard_to`: "needed" or "once".
         needed: The reads with ``read="needed"``.
-        once: The reads with ``read="once"``. None if the devices do not divide the batch.
+        once: The reads with ``read="once"``. None if the devices do not divide the batch, or are in
+            several slices.
         hosts_with_the_same_rows: Groups of two or more hosts whose devices hold the same rows. A
             group is a tuple of process indices.
-        rows_read_again: Number of rows of a full batch that a slice reads although another slice
-            reads the same row. Without these reads, the rows would have to cross the data-centre
-            network.
-        bytes_read_again: Bytes of `rows_read_again`; None without `record_bytes`.
         warnings: Sentences that describe a problem and the change to make.
     """
 
@@ -146,7 +132,7 @@ class Plan(InNotebooks):
     hardware: HardwareType
     num_devices: int
     num_hosts: int
-    num_slices: int
+    spans_slices: bool
     mesh: Mapping[str, int]
     specs: tuple[str, ...]
     num_records: int
@@ -163,8 +149,6 @@ class Plan(InNotebooks):
     needed: Reads
     once: Reads | None
     hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
-    rows_read_again: int
-    bytes_read_again: int | None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -216,22 +200,19 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yields all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
+        """Yields all tables of the plan for `rich`, with at most 16 groups of hosts."""
         yield FittingTable(["the job", ""], self._job_lines(), left=2)
         columns = ["reading", "times each row is read", "rows a host reads a step", "bytes", ""]
         ways = filter(None, (self.needed, self.once))
         yield FittingTable(columns, map(self._reading_line, ways), left=1)
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
-        if self.num_slices > 1:
-            yield FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3)
         yield FittingTable(["host", *columns], self._host_lines(), left=2)
         for warning in self.warnings:
             yield Padding(Text.assemble(("warning: ", "bold yellow"), warning), (0, 2))
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
         axes = describe_mesh(self.mesh.items()) or "none"
-        hosts = f"{self.num_hosts:,} hosts"
-        hosts += f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        hosts = f"{self.num_hosts:,} hosts" + " in several slices" * self.spans_slices
         yield "devices", f"{self.num_devices:,} x {self.device_kind} on {hosts}"
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
@@ -250,20 +231,6 @@ class Plan(InNotebooks):
         if groups:
             same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
         yield "same rows", same
-        if self.num_slices > 1:
-            size, again = self.bytes_read_again, "each slice reads rows of its own"
-            if self.rows_read_again:
-                again = f"{self.rows_read_again:,} rows"
-                again += "" if size is None else f" ({describe_bytes(size)})"
-                again += " a step are read again where they are needed"
-            yield "between slices", f"nothing is exchanged: {again}"
-
-    def _slice_lines(self) -> Iterator[tuple[str, ...]]:
-        for of_slice in self.reads.slices[:_MAX_LINES]:
-            first, last = of_slice.hosts[0], of_slice.hosts[-1]
-            in_a_row = last - first == len(of_slice.hosts) - 1 > 1
-            hosts = f"{first} to {last}" if in_a_row else describe_few(of_slice.hosts)
-            yield str(of_slice.slice), hosts, *of_slice.cells()
 
     def _reading_line(self, reads: Reads) -> tuple[str, ...]:
         most = max(reads.hosts, key=lambda host: host.rows_per_step)

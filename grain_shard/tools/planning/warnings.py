@@ -18,29 +18,26 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
     parts = describe_parts(plan.reads.divisor, microbatches)
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
-    # The next condition is True if a row is read more than once in a slice.
-    if needed > plan.global_batch_size + plan.rows_read_again:
+    if needed > plan.global_batch_size:  # a row is read more than once
         times = f"{plan.needed.amplification:.3g} times"
-        once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
         why = "because a mesh axis that does not shard the batch spans hosts"
         if plan.read == "once":
             yield (
                 f'read="needed" would read each row {times}, {why}. .shard_to reads each row'
-                f" {once}, and the devices exchange rows in one more collective per step."
+                " once, and the devices exchange rows in one more collective per step."
+            )
+        elif plan.spans_slices:
+            yield (
+                f"each row is read {times}, {why}. Slices exchange no rows. So shard the batch over"
+                " that axis, too: name the axis in the first entry of the spec."
             )
         else:
             yield (
                 f"each row is read {times}, {why}. Use"
                 f" {_larger_batch(plan, plan.num_devices * microbatches)}, which is divisible by"
-                f' the number of devices, and read="auto": each row is then read {once}, and the'
+                f' the number of devices, and read="auto": each row is then read once, and the'
                 " devices exchange rows."
             )
-    if plan.rows_read_again:
-        yield (
-            f"{plan.rows_read_again:,} rows a step are read again in another slice, because a mesh"
-            " axis that does not shard the batch spans slices. Shard the batch over that axis, too:"
-            " name the axis in the first entry of the spec."
-        )
     if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
         shortfall = plan.hardware.shortfall(plan.rows_per_device)
         if shortfall is not None:
