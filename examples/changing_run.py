@@ -2,8 +2,8 @@
 
 A small decoder learns to predict the bytes of Python's documentation and of Python's own source.
 Up to record 200 it reads three times as much documentation as source, and then as much of both.
-From step 8 on batches are twice as large. Each batch is cut into four microbatches. On one host,
-with eight virtual CPU devices:
+From step 8 on batches are twice as large. The step cuts each batch into four microbatches. On
+one host, with eight virtual CPU devices:
 
     python examples/changing_run.py --checkpoint-dir /tmp/uninterrupted
 
@@ -42,6 +42,7 @@ from jax.sharding import AxisType
 
 import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from grain_shard.training import microbatches
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
 WEIGHTS = {0: [3, 1], 200: [1, 1]}  # weights of prose and code, by the first record they hold for
@@ -69,7 +70,7 @@ def make_batches(mesh):
     ]
     records = grain_shard.mix(sources, WEIGHTS)
     batches = records.pipe(grain_shard.BatchSchedule(GLOBAL_BATCH_SIZES))
-    return batches.shard_to(mesh, microbatches=MICROBATCHES)
+    return batches.shard_to(mesh)
 
 
 class Layer(nnx.Module):
@@ -127,7 +128,7 @@ def train_step(model, optimizer, batch):
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_sum)(params, microbatch)), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (loss, gradients), _ = jax.lax.scan(add, zeros, batch)
+    (loss, gradients), _ = jax.lax.scan(add, zeros, microbatches(batch, MICROBATCHES))
     count = jnp.sum(batch["valid_mask"]) * LENGTH
     optimizer.update(model, jax.tree.map(lambda gradient: gradient / count, gradients))
     return loss / count

@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from grain_shard.training import microbatches
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 256, 128, 64, 4, 2
 GLOBAL_BATCH_SIZE, MICROBATCHES, NUM_FEEDS = 32, 2, 8
@@ -70,9 +71,9 @@ def make_feed(feed):
 
 
 def make_batches(mesh):
-    """Returns the batches: leaves [MICROBATCHES, rows, LENGTH], rows sharded over `data`."""
+    """Returns the batches: leaves [rows, LENGTH], rows sharded over `data`."""
     feeds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(GLOBAL_BATCH_SIZE)
-    return feeds.shard_to(mesh, P("data"), microbatches=MICROBATCHES)
+    return feeds.shard_to(mesh, P("data"))
 
 
 # The spec by which each weight is sharded, and its shape.
@@ -134,7 +135,7 @@ def logits_of(params, batch):
 @jax.jit(donate_argnums=(0, 1))
 def train_step(params, optimizer_state, batch):
     """Makes an update by the mean loss over all tokens. Returns new weights and state, and loss."""
-    batch["counts"] = (batch["targets_segment_ids"] > 0) & batch["valid_mask"][..., None]
+    batch["counts"] = (batch["targets_segment_ids"] > 0) & batch["valid_mask"][:, None]
 
     def loss_sum(params, microbatch):
         log_probs = jax.nn.log_softmax(logits_of(params, microbatch))
@@ -145,7 +146,7 @@ def train_step(params, optimizer_state, batch):
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_sum)(params, microbatch)), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (loss, gradients), _ = jax.lax.scan(add, zeros, batch)
+    (loss, gradients), _ = jax.lax.scan(add, zeros, microbatches(batch, MICROBATCHES))
     count = jnp.sum(batch["counts"])
     gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
     updates, optimizer_state = ADAM.update(gradients, optimizer_state)

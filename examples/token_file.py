@@ -29,8 +29,7 @@ def batches_of(file):
     rows = grain.MapDataset.source(source).seed(42).shuffle().repeat()
 
     def make_batches(mesh):
-        ds = rows.batch(model.GLOBAL_BATCH_SIZE)
-        return ds.shard_to(mesh, P("data"), microbatches=model.MICROBATCHES)
+        return rows.batch(model.GLOBAL_BATCH_SIZE).shard_to(mesh, P("data"))
 
     return make_batches
 

@@ -164,7 +164,6 @@ AT_BUILD = {
             ("num_threads", 0, 1),
             ("num_workers", -2, 0),
             ("num_workers", True, 0),
-            *(("microbatches", value, 1) for value in (0, -2, 2.0, True, "4", (2,))),
         ]
     },
 }
@@ -186,21 +185,6 @@ AT_FIRST_BATCH = {
         lambda: dicts(lambda i: i).shard_to(seq_mesh(), P("data", "seq")),
         "leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4",
         "shorten the spec to length 1. The first entry is for the rows.",
-    ),
-    # With microbatches a spec is still counted from the rows on.
-    "batch['leaf0']: the spec has entries for 2 dims, but the leaf has rank 1 without the dim of the microbatches.": (
-        lambda: dicts(lambda i: i).shard_to(
-            data_mesh(4), {"leaf0": P(None, "data")}, microbatches=2
-        ),
-        "leaf:   int64[2, 2]   spec: P(None, 'data')   mesh: data=4",
-        "shorten the spec to length 1. The first entry is for the rows.",
-    ),
-    "batch['leaf0']: dim 3 has size 3, which is not divisible by mesh axis 'data' (size 4).": (
-        lambda: dicts(lambda i: np.zeros((2, 3))).shard_to(
-            data_mesh(4), {"leaf0": P(None, None, "data")}, microbatches=2
-        ),
-        "leaf:   float64[2, 2, 2, 3]   spec: P(None, None, None, 'data')   mesh: data=4",
-        "pad dim 3 to 4 before .batch, or drop 'data' from this leaf's spec.",
     ),
     "batch['leaf1']: the leaf has no spec.": (
         lambda: dicts(lambda i: i, lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data")}),

@@ -124,10 +124,10 @@ def test_batches_are_those_of_threads(ds, executor, mesh):
     assert_same_batches(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
 
 
-def test_microbatches_and_buffers_of_any_size(executor, mesh):
+def test_buffers_of_any_size(executor, mesh):
     buffers = {"cpu_buffer_size": 7, "device_buffer_size": 1}
-    found = BATCHES.shard_to(mesh, executor=executor, microbatches=2, **buffers)
-    assert_same_batches(found, BATCHES.shard_to(mesh, microbatches=2))
+    found = BATCHES.shard_to(mesh, executor=executor, **buffers)
+    assert_same_batches(found, BATCHES.shard_to(mesh))
 
 
 def test_a_run_goes_on_with_it_and_without_it(executor, mesh):

@@ -41,11 +41,10 @@ def opened(call, reading):
     return [name for name, reads in OPENED if "feeds-" in name and reads == reading], result
 
 
-def hosts_of(ds, shards_of_hosts, divisor, microbatches=1):
+def hosts_of(ds, shards_of_hosts, divisor):
     """Every host of a mesh, from the shards that each holds."""
     layouts = {
-        host: BatchLayout(divisor, tuple(shards), microbatches=microbatches)
-        for host, shards in enumerate(shards_of_hosts)
+        host: BatchLayout(divisor, tuple(shards)) for host, shards in enumerate(shards_of_hosts)
     }
     return [
         HostFeeds(ds.of_host(layout), saved_feeds=feeds_to_save(ds.of_host(layout), layouts, host))
@@ -83,30 +82,24 @@ def batches(num_feeds):
     return shared_out(numbers, num_feeds, 2 * num_feeds)
 
 
-# Of eight feeds: the shards of each host, the microbatches, and the feeds of each file it writes.
+# Of eight feeds: the shards of each host, and the feeds of each file it writes.
 FILES = {
-    "shards in order": (([0, 1], [2, 3]), 1, [files((0, 3)), files((4, 7))]),
+    "shards in order": (([0, 1], [2, 3]), [files((0, 3)), files((4, 7))]),
     "a model axis over hosts: the first of those that hold the same writes": (
         ([0, 1], [0, 1], [2, 3], [2, 3]),
-        1,
         [files((0, 3)), [], files((4, 7)), []],
     ),
-    "shards out of order": (([0, 2], [1, 3]), 1, [files((0, 1), (4, 5)), files((2, 3), (6, 7))]),
+    "shards out of order": (([0, 2], [1, 3]), [files((0, 1), (4, 5)), files((2, 3), (6, 7))]),
     "hosts that hold some shards in common": (
         ([0, 1, 2], [1, 2, 3]),
-        1,
         [files((0, 5)), files((6, 7))],
     ),
-    "a file for each microbatch": (([0], [1]), 2, [files((0, 1), (4, 5)), files((2, 3), (6, 7))]),
 }
 
 
-@pytest.mark.parametrize(("shards", "microbatches", "expected"), FILES.values(), ids=FILES)
-def test_each_feed_is_written_by_the_first_host_that_runs_it(
-    shards, microbatches, expected, tmp_path
-):
-    divisor = 4 // microbatches
-    assert save(tmp_path, hosts_of(batches(8), shards, divisor, microbatches)) == expected
+@pytest.mark.parametrize(("shards", "expected"), FILES.values(), ids=FILES)
+def test_each_feed_is_written_by_the_first_host_that_runs_it(shards, expected, tmp_path):
+    assert save(tmp_path, hosts_of(batches(8), shards, divisor=4)) == expected
     written = sorted(name for of_host in expected for name in of_host)
     assert sorted(path.name for path in tmp_path.iterdir()) == written
 
@@ -145,15 +138,15 @@ def meshes(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(meshes(), meshes(), st.sampled_from([6, 12]), st.sampled_from([1, 2, 3]))
+@given(meshes(), meshes(), st.sampled_from([6, 12]))
 def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
-    tmp_path_factory, before, after, num_feeds, microbatches
+    tmp_path_factory, before, after, num_feeds
 ):
     folder, ds = tmp_path_factory.mktemp("state"), batches(num_feeds)
     divisor, shards = before
-    hosts = hosts_of(ds, shards, divisor, microbatches)
+    hosts = hosts_of(ds, shards, divisor)
     for host, layout_shards in zip(hosts, shards, strict=True):
-        padded = ds.of_host(BatchLayout(divisor, tuple(layout_shards), microbatches=microbatches))
+        padded = ds.of_host(BatchLayout(divisor, tuple(layout_shards)))
         by_feed = padded.rows.by_feed
         assert list(padded.rows.rows_of(padded.rows.layout)) == list(by_feed) == host.own_feeds.run
     saved = [feed for host in hosts for feed in host.own_feeds.saved]

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.host_feeds import warn_of_shared_feeds
 from grain_shard.state_json import sealed
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests import text
@@ -547,25 +546,6 @@ def test_an_index_error_of_a_later_row_is_not_asked_about():
     with pytest.raises(IndexError) as error:
         next(batches)
     assert "fewer files" not in str(error.value)
-
-
-def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
-    layouts = {host: grain_shard.BatchLayout(2, (host,), microbatches=4) for host in range(2)}
-
-    def of_host_1(num_feeds):
-        ds = numbers([9] * num_feeds).batch(16)
-        return ds.of_host(layouts[1])
-
-    warn_of_shared_feeds(of_host_1(8), layouts)
-    assert not recwarn
-    with pytest.warns(UserWarning, match="keeps only 8 of the 16 rows") as warned:
-        warn_of_shared_feeds(of_host_1(4), layouts)
-    assert str(warned[0].message) == (
-        "this host runs 4 of 4 feeds, but keeps only 8 of the 16 rows that its feeds read for a"
-        " batch. The reason is microbatches=4: several hosts need different rows of one feed."
-        " remedy: make num_feeds a multiple of 8 (4 microbatches times 2 hosts with different"
-        " rows). Then hosts with different rows run different feeds."
-    )
 
 
 AFTER_BATCH = {

@@ -145,7 +145,6 @@ DIFFERENCES = {
         stream(numbered()), rows="global", remainder="drop" if odd else "pad"
     ),
     "pad_value": lambda odd, _: of_records(numbered(), pad_value=-1 if odd else 0),
-    "microbatches": lambda odd, _: of_records(numbered(), microbatches=2 if odd else 1),
     "read": lambda odd, _: on_two_axes((2, 4), P("model"), read="once" if odd else "needed"),
     "rows": lambda odd, _: shard(stream(numbered()), rows="local" if odd else "global"),
     'first batch of rows="global"': lambda odd, _: shard(stream(shuffled(odd)), rows="global"),
@@ -175,7 +174,6 @@ SAID = {
     "remainder": ('"pad"', '"drop"'),
     "remainder: of a stream": ('"pad"', '"drop"'),
     "pad_value": ('"0"', '"-1"'),
-    "microbatches": ("1", "2"),
     "read": ('"needed"', '"once"'),
     "rows": ('"global"', '"local"'),
     "next batch": ("0", "1"),

@@ -1,4 +1,4 @@
-"""On several hosts: mixtures, schedules, epochs, microbatches, loaders and pad values.
+"""On several hosts: mixtures, schedules, epochs, loaders and pad values.
 
 The functions named ``case_...`` run on 2 and on 4 hosts, one after the other in one set of
 processes for each, and return what the tests look at.
@@ -21,7 +21,6 @@ from tests.on_hosts import (
     assembled_batches,
     cases_of,
     data_mesh,
-    model_over_hosts,
     own_parts,
     part_of,
     run_cases,
@@ -232,29 +231,6 @@ def in_feeds(mesh):
     return shared_out(with_vectors(), 8, 16)
 
 
-IN_MICROBATCHES = {
-    "random access": (random_access, model_over_hosts, {"read": "needed"}),
-    "random access, once": (random_access, model_over_hosts, {"read": "once"}),
-    "stream": (stream, data_mesh, {"rows": "global"}),
-    "stream, model over hosts": (stream, model_over_hosts, {"rows": "global"}),
-    "local stream": (local_stream, data_mesh, {"rows": "local"}),
-    "feeds": (in_feeds, data_mesh, {}),
-    "feeds, model over hosts": (in_feeds, model_over_hosts, {"read": "needed"}),
-    "feeds, once": (in_feeds, model_over_hosts, {"read": "once"}),
-}
-
-
-def case_microbatches(_):
-    """By kind and number of microbatches, the batches."""
-    return {
-        (name, count): batches_of(
-            build(mesh()).shard_to(mesh(), P("data"), microbatches=count, timeout_s=20, **options)
-        )
-        for name, (build, mesh, options) in IN_MICROBATCHES.items()
-        for count in (None, 2)
-    }
-
-
 # Here.
 
 
@@ -336,25 +312,6 @@ def test_epochs_are_the_same_on_all_hosts(case):
         (1, 4): expected[4:5],
         (2, 4): expected[8:],
     }
-
-
-@pytest.mark.parametrize("name", IN_MICROBATCHES)
-def test_microbatches_are_the_same_batch_reshaped(case, name):
-    of_hosts = case("microbatches")
-    expected, found = (
-        assembled_batches([of_host[name, count] for of_host in of_hosts]) for count in (None, 2)
-    )
-    assert len(found) == len(expected) == 3
-    if name.startswith(("random access", "stream")):
-        rows = [batch["id"][batch["valid_mask"]].tolist() for batch in expected]
-        assert flat(rows) == list(range(44))
-    # Of a stream that yields each host's own rows, these are reshaped.
-    groups = len(of_hosts) if name == "local stream" else 1
-    for batch, before in zip(found, expected, strict=True):
-        assert batch.keys() == before.keys() == {"id", "x", "valid_mask"}
-        for leaf, array in before.items():
-            reshaped = array.reshape(groups, 2, -1, *array.shape[1:]).swapaxes(0, 1)
-            np.testing.assert_array_equal(batch[leaf], reshaped.reshape(2, -1, *array.shape[1:]))
 
 
 def test_a_loader_with_a_part_for_each_process_gives_every_record_once(case):

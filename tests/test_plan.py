@@ -74,9 +74,6 @@ CASES = {
     "most hosts hold padding": Case(batch=16, records=3),
     "drop": Case(remainder="drop"),
     "no remainder": Case(records=24, remainder="error"),
-    "microbatches": Case(batch=16, microbatches=2),
-    "microbatches that take padding": Case(batch=20, microbatches=2),
-    "microbatches, model over hosts, once": Case(model_mesh, batch=32, records=80, microbatches=4),
     "half of the devices": Case(lambda d: rows_mesh(d[::2]), batch=4),
 }
 
@@ -94,11 +91,9 @@ def test_hosts_read_what_the_plan_says(jobs, name):
     stand_ins = hosts_mesh({"all": 8}, hosts=HOSTS, devices_per_host=PER_HOST).devices
     sizes = {"global_batch_size": case.batch, "num_records": case.records}
     plan = grain_shard.plan(case.mesh(stand_ins), case.spec, **sizes, **case.options)
-    size, microbatches = plan.reads.padded_batch_size, case.options.get("microbatches")
-    shape = (size,) if microbatches is None else (microbatches, size // microbatches)
     for host, of_host in enumerate(result[name] for result in jobs):
         assert of_host["batches"] == plan.steps_per_epoch
-        assert of_host["shapes"] == {shape}
+        assert of_host["shapes"] == {(plan.reads.padded_batch_size,)}
         steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]
         expected, read = Counter(itertools.chain(*steps)), Counter(of_host["read"])
         if not all(steps):  # a host with padding alone looks at one record, once
@@ -333,9 +328,6 @@ class TestFigures:
             (64, {"read": "once"}, "once", True),
             (15, {}, "once", True),  # padded to 16 anyway
             (12, {}, "needed", False),
-            (32, {"microbatches": 2}, "once", True),
-            (16, {"microbatches": 2}, "needed", False),
-            (25, {"microbatches": 2}, "once", True),
         ],
     )
     def test_how_rows_are_read(self, batch, options, read, can_be_once):
@@ -357,10 +349,8 @@ class TestFigures:
             ({"num_records": 0}, "no batch"),
             ({"record_bytes": 0}, "record_bytes=0"),
             ({"read": "twice"}, "read='twice'"),
-            ({"microbatches": 0}, "microbatches=0"),
             ({"spec": P("model")}, "'model', which does not exist"),
             ({"global_batch_size": 6, "remainder": "drop"}, "6 rows does not split into 8 shards"),
-            ({"microbatches": 2, "remainder": "drop"}, "8 rows .* 2 microbatches of 8 shards each"),
             ({"num_records": 5, "remainder": "drop"}, "leaves no batch"),
             ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
         ],
@@ -380,9 +370,6 @@ class TestFigures:
 
 
 H100 = {"hardware": HardwareType.H100}
-NOT_IN_MICROBATCHES = (
-    "32 rows of padding.*64 rows do not split into 3 microbatches of 16 shards each.*96 rows"
-)
 WARNINGS = [
     # On 8 hosts of 2 devices each: the mesh, the global batch, the records, options, the warnings.
     (ROWS, 64, 6400, {}, []),
@@ -391,14 +378,11 @@ WARNINGS = [
     (ROWS, 64, 10, {}, ["a batch of 64 rows takes more than the 10 records"]),
     (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records are in no batch"]),
     (ROWS, 63, 6300, {}, ["1 rows of padding.*63 rows do not split into 16 shards.*64 rows"]),
-    (ROWS, 64, 6400, {"microbatches": 3}, [NOT_IN_MICROBATCHES]),
     (ROWS, 8, 8000, {}, ["8 rows of padding", "4 of 8 hosts hold only rows of padding"]),
     (MODEL, 64, 6400, {}, ["would read each row 2 times"]),
     (MODEL, 64, 6400, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
     # The warning advises 64 rows, and with them each row is read once: see the first of `MODEL`.
     (MODEL, 60, 6000, {}, ["each row is read 2 times.* global batch of 64 rows"]),
-    (MODEL, 80, 8000, {"microbatches": 5}, ["would read each row 2 times"]),
-    (MODEL, 60, 6000, {"microbatches": 5}, ["each row is read 2 times.* global batch of 80 rows"]),
     (ROWS, 64, 6400, H100, ["rows per device: .* 4 is below minimum recommended 64 for h100"]),
     (ROWS, 1600, 16000, H100, ["Batch size 100 is below critical size 298"]),
     (ROWS, 16 * 320, 51200, H100, []),

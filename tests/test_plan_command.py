@@ -58,14 +58,13 @@ class TestCommand:
             assert any(cell in line for line in shown.splitlines())
 
     def test_json_is_the_plan(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--json", "--microbatches", "4"]) == 0
-        sizes = {"global_batch_size": 64, "num_records": 1000, "microbatches": 4}
-        plan = planned({"data": 4, "model": 4}, 8, 2, **sizes)
+        assert main([*self.ARGUMENTS.split(), "--json"]) == 0
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
         shown = json.loads(capsys.readouterr().out)
         assert shown == plan.to_dict()
         assert {field.name for field in dataclasses.fields(plan)} == set(shown)
         assert shown["mesh"] == {"data": 4, "model": 4}
-        assert "64 rows; 4 of each of 4 microbatches on each device" in str(plan)
+        assert "64 rows; 16 on each device" in str(plan)
 
     @pytest.mark.parametrize(
         ("text", "spec"),
@@ -125,8 +124,7 @@ class TestPicture:
             (2, 2, "model=2,data=2 --spec data", "256:512 host 0: 1, host 1: 3"),
             (64, 4, "data=128,model=2", "the first 16 of 128 sh"),
             (4, 2, "data=4,seq=2 --spec data,seq", "0:128 host 0"),
-            (4, 2, "data=8 --microbatches 4", "data=8: rows of a microbatch"),
-            (4, 2, "data=8 --microbatches 4", "0:16 host 0: 0"),
+            (4, 2, "data=8", "data=8: rows of a batch"),
         ],
     )
     def test_rows_go_down_with_their_hosts(self, hosts, devices, options, drawn, tmp_path, capsys):

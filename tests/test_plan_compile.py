@@ -12,6 +12,7 @@ pytestmark = needs_libtpu
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from grain_shard.training import microbatches
 
 def step(state, batch):
     def loss(w):
@@ -34,7 +35,8 @@ def replicated_batch(mesh):
 
 def accumulating(mesh):
     def scanned(state, batch):
-        return jax.lax.scan(lambda state, part: (step(state, part), None), state, batch)[0]
+        add = lambda state, part: (step(state, part), None)
+        return jax.lax.scan(add, state, microbatches(batch, 4))[0]
     return scanned, *build(mesh)[1:]
 
 def broken(mesh):
@@ -71,8 +73,7 @@ def test_the_memory_of_one_device(compiled):
 
 
 def test_a_step_over_microbatches(compiled):
-    options = "--json", "--microbatches", "4"
-    figures = json.loads(compiled("accumulating", *options)[1])["compiled"]
+    figures = json.loads(compiled("accumulating", "--json")[1])["compiled"]
     weights, rows = 1024 * 4096 // 2 * 4, 256 // 8 * (1024 * 4 + 1)
     assert figures["argument_bytes"] == pytest.approx(weights + rows, rel=0.01)
 

@@ -154,24 +154,11 @@ class TestInATerminal:
         *others, last = shown(arrays).splitlines()
         assert (len(others), last) == (39, "  and more")
 
-    def test_microbatches(self, shown):
-        ds = grain.MapDataset.range(100).map(lambda i: {"tokens": np.arange(64)}).batch(32)
-        specs = {"tokens": P("data", "seq"), "valid_mask": P(("data", "seq"))}
-        assert lines(shown(ds.shard_to(mesh_2d(), specs, microbatches=2))) >= {
-            "microbatches 2 of 16 rows; one is drawn",
-            "rows of this host 32 of 32: 0:32",
-            "batch['tokens'] i32[2,16@data,64@seq] 8 1.0 kB",
-            "batch['valid_mask'] bool[2,16@(data,seq)] 4 4 bytes",
-            "rows dim 1: 0:32 dim 1: 32:64",
-        }
-
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_batch_that_the_shards_do_not_divide_has_padding(self, kind, shown):
         ds = KINDS[kind](lambda i: {"x": i})  # batches of 4
         of_shards = lines(shown(ds.shard_to(data_mesh(8))))
         assert "rows of a batch 8: 4 records + 4 of padding" in of_shards
-        of_microbatches = lines(shown(ds.shard_to(data_mesh(4), microbatches=3)))
-        assert "rows of a batch 12: 4 records + 8 of padding" in of_microbatches
         assert "padding" not in shown(ds.shard_to(data_mesh(4)))
 
     def test_a_stream(self, shown):

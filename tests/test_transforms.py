@@ -109,20 +109,12 @@ class TestShardBatch:
         assert [b["x"] for b in lists(build(8, 4).pipe(shard))] == expected
 
     @BOTH
-    @pytest.mark.parametrize(
-        ("rows", "microbatches", "parts", "works", "multiple"),
-        [(6, 1, "4 shards", 8, 4), (16, 3, "3 microbatches of 4 shards each", 24, 12)],
-    )
-    def test_rows_that_the_shards_do_not_divide_are_refused(
-        self, build, rows, microbatches, parts, works, multiple
-    ):
-        layout = BatchLayout(4, (0,), microbatches=microbatches)
+    def test_rows_that_the_shards_do_not_divide_are_refused(self, build):
         with pytest.raises(ShardingError) as refusal:
-            list(build(rows, rows).pipe(ShardBatch(layout)))
+            list(build(6, 6).pipe(ShardBatch(BatchLayout(4, (0,)))))
         assert str(refusal.value) == (
-            f"a batch of {rows} rows does not split into {parts}.\n"
-            f"  remedy: use a batch size of {works}, or put PadToDivisible({multiple}) before"
-            " ShardBatch."
+            "a batch of 6 rows does not split into 4 shards.\n"
+            "  remedy: use a batch size of 8, or put PadToDivisible(4) before ShardBatch."
         )
 
     @pytest.mark.parametrize("shards", [(0,), (0, 1)])
@@ -308,17 +300,16 @@ class TestSpecs:
         assert batch["id"].tolist() == [0, 1, 2]
         assert batch["id"].sharding.is_fully_replicated
 
-    @pytest.mark.parametrize(("microbatches", "rows"), [(None, (8,)), (1, (1, 8)), (2, (2, 8))])
-    def test_scalars_are_replicated(self, mesh, microbatches, rows):
+    def test_scalars_are_replicated(self, mesh):
         def collate(items):
             return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
 
         ds = grain.MapDataset.range(6).batch(6, batch_fn=collate)
-        (batch,) = ds.shard_to(mesh, microbatches=microbatches)
+        (batch,) = ds.shard_to(mesh)
         assert (batch["step"].shape, int(batch["step"]), float(batch["rate"])) == ((), 5, 0.5)
         assert batch["step"].sharding.is_fully_replicated
         assert len(batch["step"].addressable_shards) == 8
-        assert batch["id"].shape == rows
+        assert batch["id"].shape == (8,)
 
     def test_a_batch_that_is_a_tuple_needs_no_mask(self, mesh):
         ds = grain.MapDataset.range(8).map(lambda i: (i, -i)).batch(8)
@@ -512,36 +503,31 @@ class TestLayout:
         order = data.draw(st.permutations(range(8)), label="device order")
         devices_per_host = data.draw(st.sampled_from([1, 2, 4, 8]), label="devices per host")
         specs = data.draw(st.sampled_from([specs[:1], specs[1:], specs]), label="leaves")
-        microbatches = data.draw(st.integers(1, 5), label="microbatches")
         hosts = 8 // devices_per_host
         devices = hosts_mesh({"all": 8}, hosts=hosts, devices_per_host=devices_per_host).devices
         mesh = Mesh(devices[list(order)].reshape(tuple(axes.values())), tuple(axes))
-        target = ShardingTree.of(mesh, dict(enumerate(specs)), microbatches=microbatches)
+        target = ShardingTree.of(mesh, dict(enumerate(specs)))
         layouts = list(target.layouts().values())
         divisor, amplification = layouts[0].divisor, layouts[0].amplification
-        of_one = divisor * data.draw(st.integers(1, 3), label="rows per shard")
-        size = microbatches * of_one
+        size = divisor * data.draw(st.integers(1, 3), label="rows per shard")
         expected = {host: set() for host in range(hosts)}
         for spec in specs:
-            shape = (microbatches, of_one, *[8] * (len(spec) - 1))
-            indices = NamedSharding(mesh, P(None, *spec)).devices_indices_map(shape)
+            shape = (size, *[8] * (len(spec) - 1))
+            indices = NamedSharding(mesh, spec).devices_indices_map(shape)
             for device, index in indices.items():
-                rows = np.arange(size).reshape(microbatches, of_one)[index[:2]]
-                expected[device.process_index] |= set(rows.reshape(-1).tolist())
+                expected[device.process_index] |= set(range(size)[index[0]])
         for host, layout in enumerate(layouts):
             rows = layout.rows(size).tolist()
             assert rows == sorted(expected[host])
             in_ranges = [row for start, stop in layout.ranges(size) for row in range(start, stop)]
             assert in_ranges == rows
-            assert (layout.divisor, layout.multiple) == (divisor, microbatches * divisor)
+            assert layout.divisor == divisor
             assert layout.num_hosts == hosts
             assert layout.amplification == amplification
             assert layout.global_batch_size(len(rows)) == size
-            width = of_one // divisor
-            for shard in layout.shards:  # of the first microbatch
-                assert rows[layout.host_row(shard * width, of_one)] == shard * width
-        in_parts = f", microbatches={microbatches}" if microbatches > 1 else ""
-        shown = f"num_hosts={hosts}, amplification={amplification:g}{in_parts})"
+            for row in rows:
+                assert rows[layout.host_row(row, size)] == row
+        shown = f"num_hosts={hosts}, amplification={amplification:g})"
         assert repr(layouts[0]).endswith(shown)
         assert set().union(*expected.values()) == set(range(size)), "the hosts hold all of it"
         assert amplification == pytest.approx(sum(map(len, expected.values())) / size)

@@ -71,11 +71,10 @@ def same_batch(where: str, found: Any, expected: Any, sharding: Sharding) -> Non
         require(leaf.shape == should.shape, f"{path}: {leaf.shape}, not {should.shape}")
         for shard in leaf.addressable_shards:
             same_leaf(f"{path}{shard.index}", shard.data, should[shard.index])
-    front = () if sharding.made.microbatches is None else (None,)
     for name in expected.keys() - {sharding.made.mask_key}:
         for leaf in jax.tree.leaves(found[name]):
             if isinstance(leaf, jax.Array):
-                spec = P(*(*front, *sharding.drawn.spec_of(name))[: leaf.ndim])
+                spec = P(*sharding.drawn.spec_of(name)[: leaf.ndim])
                 should_be = NamedSharding(leaf.sharding.mesh, spec)
                 is_so = leaf.sharding.is_equivalent_to(should_be, leaf.ndim)
                 require(is_so, f"{where}[{name!r}] has {leaf.sharding}, not {spec}")
@@ -137,7 +136,7 @@ def same_rows_of_hosts(
             should have padding, or more batches if its own feeds end later.
     """
     mesh, made = sharding.drawn.of_hosts(hosts), sharding.made
-    tree = ShardingTree.of(mesh, sharding.drawn.spec, microbatches=made.microbatches)
+    tree = ShardingTree.of(mesh, sharding.drawn.spec)
     pad = PadToDivisible(
         made.multiple, remainder=remainder, mask_key=made.mask_key, pad_value=made.pad_value
     )
@@ -146,9 +145,7 @@ def same_rows_of_hosts(
         for step, rows in enumerate(whole):
             should = model.host_batch_of(rows, expected.like, made)
             padded = len(jax.tree.leaves(should)[0])
-            held = meshes.rows_of_host(
-                mesh, sharding.drawn.specs(), host, padded, made.microbatches or 1
-            )
+            held = meshes.rows_of_host(mesh, sharding.drawn.specs(), host, padded)
             where, found = f"host {host} of {hosts}, batch {step}", next(of_host, None)
             if found is None:
                 left = [rows[row] for row in held if row < len(rows)]

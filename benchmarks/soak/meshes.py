@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -124,19 +123,18 @@ def draw_spec(rng: random.Random, sizes: Mapping[str, int]) -> Any:
     }
 
 
-def rows_of_host(mesh: Mesh, specs: Sequence[P], host: int, rows: int, microbatches: int):
+def rows_of_host(mesh: Mesh, specs: Sequence[P], host: int, rows: int):
     """Returns the rows of a batch that a host holds, ascending: int64[n].
 
     They come from JAX's `devices_indices_map`, and not from the code that is tested.
     """
-    of_one, held = rows // microbatches, set()
+    held = set()
     for spec in specs:
-        indices = NamedSharding(mesh, spec).devices_indices_map((of_one,))
+        indices = NamedSharding(mesh, spec).devices_indices_map((rows,))
         for device, (index,) in indices.items():
             if device.process_index == host:
-                held.update(range(*index.indices(of_one)))
-    parts = itertools.product(range(microbatches), sorted(held))
-    return np.array([part * of_one + row for part, row in parts], np.int64)
+                held.update(range(*index.indices(rows)))
+    return np.array(sorted(held), np.int64)
 
 
 def here(drawn: DrawnMesh) -> Mesh:

@@ -173,7 +173,6 @@ class Made(NamedTuple):
     multiple: int  # divides the number of padded rows
     mask_key: str | None = "valid_mask"
     pad_value: Any = 0
-    microbatches: int | None = None
 
 
 def host_batch_of(rows: Rows, like: Any, made: Made) -> dict[str, Any]:
@@ -205,16 +204,11 @@ def stacked(rows: Rows, like: Any, name: str, pad_value: Any) -> Any:
 
 
 def batch_of(rows: Rows, like: Any, made: Made) -> dict[str, Any]:
-    """Returns the global batch as it should be on devices, as numpy arrays.
-
-    Its dtypes are those of JAX. With microbatches its leaves are ``[microbatches, rows, ...]``.
-    """
+    """Returns the global batch as it should be on devices, as numpy arrays of JAX's dtypes."""
 
     def of_leaf(leaf: np.ndarray) -> np.ndarray:
-        if leaf.dtype.kind not in "US":
-            leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if made.microbatches is None:
+        if leaf.dtype.kind in "US":
             return leaf
-        return leaf.reshape(made.microbatches, -1, *leaf.shape[1:])
+        return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     return jax.tree.map(of_leaf, host_batch_of(rows, like, made))

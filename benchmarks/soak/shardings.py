@@ -28,20 +28,19 @@ class Sharding:
     @property
     def made(self) -> model.Made:
         """The options on which the values of a batch depend."""
-        microbatches = self.options.get("microbatches")
         return model.Made(
-            self.drawn.divisor * (microbatches or 1),
+            self.drawn.divisor,
             self.options.get("mask_key", "valid_mask"),
             self.options.get("pad_value", 0),
-            microbatches,
         )
 
     @property
     def fits(self) -> bool:
         """True if the option `read` is possible. "once" needs batches that all devices divide."""
-        whole = self.drawn.size * (self.options.get("microbatches") or 1)
         padded = [round_up(size, self.made.multiple) for size in self.sizes.values()]
-        return self.options.get("read") != "once" or all(size % whole == 0 for size in padded)
+        return self.options.get("read") != "once" or not any(
+            size % self.drawn.size for size in padded
+        )
 
     @property
     def divides(self) -> bool:
@@ -63,10 +62,9 @@ class Sharding:
 
 def draw(rng: random.Random) -> Sharding:
     drawn, options = meshes.draw(rng), draw_options(rng)
-    multiple = drawn.divisor * (options.get("microbatches") or 1)
     steps = [0, *sorted(rng.sample(range(1, 9), rng.choice([0, 0, 0, 1, 2])))]
     sizes = {
-        step: rng.choice([rng.randint(1, 20), rng.randint(1, 64), multiple, 2 * multiple])
+        step: rng.choice([rng.randint(1, 20), rng.randint(1, 64), drawn.divisor, 2 * drawn.divisor])
         for step in steps
     }
     return Sharding(sizes, drawn, options)
@@ -76,7 +74,6 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
     choices = {
         "mask_key": [None, "mask"],
         "pad_value": [7, {"tokens": -1}],
-        "microbatches": [1, 2, 3],
         "cpu_buffer_size": [1, 2, 7],
         "device_buffer_size": [1, 3],
         "num_threads": [1, 2, 5],

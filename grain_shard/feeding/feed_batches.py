@@ -184,9 +184,9 @@ class FeedBatches(grain.IterDataset):
 
         Args:
             layout: The rows that the host holds. The size of a padded batch has to be a multiple of
-                `layout.multiple`.
+                `layout.divisor`.
         """
-        padding = self.rows.padding or Padding(divisor=layout.multiple)
+        padding = self.rows.padding or Padding(divisor=layout.divisor)
         return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
 
     def __iter__(self) -> FeedIterator:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
-from grain_shard.sharding.layout import BatchLayout, describe_parts
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch
 
 
@@ -173,28 +172,6 @@ def fault_rules_of(
     return read_by_several(rules) if is_shared else rules
 
 
-def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
-    """Warns if this host keeps only some rows of its feeds, because of microbatches.
-
-    Args:
-        ds: The batches of the feeds that this host runs.
-        layouts: The rows of each host, by the host's number.
-    """
-    run, kept = len(ds.rows.by_feed), sum(map(len, ds.rows.by_feed.values()))
-    microbatches = next(iter(layouts.values())).microbatches
-    if microbatches > 1 and kept < run * ds.rows.per_feed:
-        groups = len({of_host.shards for of_host in layouts.values()})
-        warnings.warn(
-            f"this host runs {run} of {ds.rows.num_feeds} feeds, but keeps only {kept} of the"
-            f" {run * ds.rows.per_feed} rows that its feeds read for a batch. The reason is"
-            f" microbatches={microbatches}: several hosts need different rows of one feed. remedy:"
-            f" make num_feeds a multiple of {microbatches * groups} ({microbatches} microbatches"
-            f" times {groups} hosts with different rows). Then hosts with different rows run"
-            " different feeds.",
-            stacklevel=2,
-        )
-
-
 def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
     """Raises an error if the hosts of a mesh cannot divide the feeds among them.
 
@@ -217,12 +194,12 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
             " will ever use. num_feeds cannot change during a run.",
         )
     for host, of_host in layouts.items():
-        if of_host.shards[0] * (up // layout.multiple) >= ds.rows.global_batch_size:
+        if of_host.shards[0] * (up // layout.divisor) >= ds.rows.global_batch_size:
             raise ShardingError(
                 f"host {host} would hold only rows of padding: a batch of"
                 f" {ds.rows.global_batch_size} rows is split into"
-                f" {describe_parts(layout.divisor, layout.microbatches)}.",
+                f" {layout.divisor} shards.",
                 mesh_axes=mesh_axes,
                 remedy="use a batch size that is a multiple of"
-                f" {math.lcm(layout.multiple, ds.rows.num_feeds)}.",
+                f" {math.lcm(layout.divisor, ds.rows.num_feeds)}.",
             )

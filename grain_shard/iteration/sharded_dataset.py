@@ -71,11 +71,6 @@ class ShardedDataset(grain.IterDataset):
         return self.settings.final_shardings or self.settings.shardings
 
     @property
-    def row_dims(self) -> int:
-        """Number of leading dims of a leaf that count rows, two with microbatches and else one."""
-        return 1 if self.shardings.microbatches is None else 2
-
-    @property
     def contents(self) -> Contents:
         """Digests of two records of the source, to compare with other hosts and restored states."""
         return self.host.contents

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.sharding.layout import BatchLayout, describe_parts
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits, check_held
 from grain_shard.trees import Batch, FlatBatch
@@ -31,8 +31,6 @@ class _Leaf(NamedTuple):
         sharding: Sharding of the global array; None for text, which stays on the host.
         dtype: Dtype of the numpy array in a host batch. JAX may convert it, e.g. to 32 bits.
         shape: Shape in a host batch: ``[host_batch_size, ...]``, or () for a scalar.
-        cut: Shape in a host batch that is cut into microbatches: ``[microbatches, rows, ...]``.
-            Without microbatches it equals `shape`.
         global_shape: Shape of the global array.
     """
 
@@ -40,7 +38,6 @@ class _Leaf(NamedTuple):
     sharding: Sharding | None
     dtype: np.dtype
     shape: tuple[int, ...]
-    cut: tuple[int, ...]
     global_shape: tuple[int, ...]
 
     def fits(self, array: np.ndarray) -> bool:
@@ -101,9 +98,8 @@ class Assembler:
                 and ``may_alias=False`` does not prevent that (jax#38086).
 
         Returns:
-            The same tree with `jax.Array` leaves ``[global_batch_size, ...]``. With microbatches,
-            leaves are ``[microbatches, rows of one microbatch, ...]``. Text leaves stay numpy
-            arrays with this host's rows.
+            The same tree with `jax.Array` leaves ``[global_batch_size, ...]``. Text leaves stay
+            numpy arrays with this host's rows.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or its tree, shapes or dtypes
@@ -145,30 +141,15 @@ class Assembler:
         return structure.unflatten(map(on_devices, on_host, self._leaves, shardings))
 
     def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
-        array = rows.reshape(leaf.cut)
         if leaf.sharding is None:
-            return array
-        layout, global_shape, shard = self._layout, leaf.global_shape, array.__getitem__
+            return rows
+        layout, global_shape, shard = self._layout, leaf.global_shape, rows.__getitem__
         check_held(
             leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
         )
         if global_shape and len(layout.shards) < layout.divisor:
-            shard = lambda index: array[self._host_index(index, global_shape)]  # noqa: E731
+            shard = lambda index: rows[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
-
-    def _shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-        """Returns the shape of a leaf with `num_rows` rows, cut into microbatches if there are any.
-
-        Args:
-            shape: Shape of the leaf, ``[rows, ...]``, of which only the later dims count; or ().
-            num_rows: Rows of a host batch or of a global batch, over all microbatches.
-
-        Returns:
-            ``[num_rows, ...]``, or ``[microbatches, num_rows // microbatches, ...]``; () for ().
-        """
-        count = self._shardings.microbatches
-        rows = (num_rows,) if count is None else (count, num_rows // count)
-        return (*rows, *shape[1:]) if shape else ()
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Returns the slices of this host's array that hold one shard of the global array.
@@ -177,10 +158,9 @@ class Assembler:
             index: The slices of the shard in the global array, one per dim.
             global_shape: Shape of the global array.
         """
-        dim = self._shardings.row_dim
-        first, stop, _ = index[dim].indices(global_shape[dim])
-        start = self._layout.host_row(first, global_shape[dim])
-        return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
+        first, stop, _ = index[0].indices(global_shape[0])
+        start = self._layout.host_row(first, global_shape[0])
+        return (slice(start, start + stop - first), *index[1:])
 
     def _learn(self, batch: Batch) -> Batch:
         """Stores the structure, the leaves and the digest of the first batch.
@@ -188,23 +168,22 @@ class Assembler:
         The leaves are stored for each possible number of rows.
 
         Returns:
-            The batch as numpy arrays, cut into microbatches if there are any.
+            The batch as numpy arrays.
 
         Raises:
             ShardingError: The batch does not split into this host's shards, or a leaf does not fit
                 its sharding.
         """
         flat = FlatBatch.of(batch)
-        if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
-            parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
+        if flat.rows % len(self._layout.shards):
             flat.refuse(
-                f"the {flat.rows} rows of this host do not split into its {parts}.",
-                remedy=f"put PadToDivisible({self._layout.multiple}) and ShardBatch before"
+                f"the {flat.rows} rows of this host do not split into its"
+                f" {len(self._layout.shards)} shards.",
+                remedy=f"put PadToDivisible({self._layout.divisor}) and ShardBatch before"
                 " DevicePut.",
             )
-        arrays = [array.reshape(self._shape(array.shape, flat.rows)) for array in flat.arrays]
-        cut = flat.structure.unflatten(arrays)
-        shardings = self._shardings.match(cut)
+        arrays = flat.structure.unflatten(flat.arrays)
+        shardings = self._shardings.match(arrays)
         for rows in {flat.rows, *self._host_batch_sizes}:
             self._leaves_by_rows[rows] = [
                 _Leaf(
@@ -212,8 +191,7 @@ class Assembler:
                     sharding,
                     array.dtype,
                     (rows, *array.shape[1:])[: array.ndim],
-                    self._shape(array.shape, rows),
-                    self._shape(array.shape, self._layout.global_batch_size(rows)),
+                    (self._layout.global_batch_size(rows), *array.shape[1:])[: array.ndim],
                 )
                 for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
             ]
@@ -223,7 +201,7 @@ class Assembler:
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
         self._structure, self._leaves = flat.structure, leaves
-        return cut
+        return arrays
 
     def describe(self) -> dict[str, str]:
         """Returns the global shape, dtype and spec of the first batch's leaves, as text by path.

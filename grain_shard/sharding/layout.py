@@ -2,8 +2,7 @@
 
 The batch axis is cut into `divisor` equal shards, one for each index along the mesh axes that shard
 it. A device holds one shard or, if the batch axis is replicated, the whole batch. A host holds the
-shards of its devices. For gradient accumulation the batch is cut into microbatches first, and each
-microbatch into shards. So a few integers describe a host's rows for every batch size. The integers
+shards of its devices. So a few integers describe a host's rows for every batch size. The integers
 can be pickled for worker processes, which must not know any device.
 """
 
@@ -28,19 +27,14 @@ class BatchLayout:
         >>> layout = BatchLayout(divisor=4, shards=(1, 3))
         >>> layout.rows(8)
         array([2, 3, 6, 7])
-        >>> BatchLayout(divisor=2, shards=(1,), microbatches=2).rows(8)
-        array([2, 3, 6, 7])
 
     Attributes:
-        divisor: Number of equal shards that the rows of a batch, or of each microbatch, are cut
-            into.
+        divisor: Number of equal shards that the rows of a batch are cut into.
         shards: Indices of the shards that this host holds, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         num_hosts: Number of hosts that have a device in the mesh.
         shards_of_all_hosts: Sum, over all hosts, of the number of shards that a host holds. It is
             equal to `divisor` if every row is on exactly one host. 0 means unknown.
-        microbatches: Number of equal parts that a batch is cut into, in the order of its rows.
-            Each part is then cut into shards.
     """
 
     divisor: int
@@ -48,28 +42,23 @@ class BatchLayout:
     mesh_axes: tuple[tuple[str, int], ...] = ()
     num_hosts: int = 1
     shards_of_all_hosts: int = 0
-    microbatches: int = 1
 
     def __repr__(self) -> str:
         # A host of a large mesh may hold thousands of shards, so only their number is shown.
         shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
-        microbatches = f", microbatches={self.microbatches}" if self.microbatches > 1 else ""
         return (
             f"BatchLayout(divisor={self.divisor}, shards={shards},"
             f" mesh=({describe_mesh(self.mesh_axes)}),"
-            f" num_hosts={self.num_hosts}, amplification={self.amplification:g}{microbatches})"
+            f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
         )
 
     @classmethod
-    def of_hosts(
-        cls, shardings: Sequence[Sharding], microbatches: int = 1
-    ) -> dict[int, BatchLayout]:
+    def of_hosts(cls, shardings: Sequence[Sharding]) -> dict[int, BatchLayout]:
         """Returns the layout of each host that has a device in the mesh, by process index.
 
         Args:
             shardings: The shardings of the leaves. A host holds every row that one of them gives
                 to one of its devices.
-            microbatches: Number of microbatches in a batch.
         """
         cuts = [_shards_of_devices(sharding) for sharding in shardings]
         divisor = math.lcm(*(count for _, _, count in cuts))
@@ -81,7 +70,7 @@ class BatchLayout:
                 held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
         mesh_axes, of_all = mesh_axes_of(shardings), sum(map(len, held.values()))
         return {
-            host: cls(divisor, tuple(sorted(shards)), mesh_axes, len(held), of_all, microbatches)
+            host: cls(divisor, tuple(sorted(shards)), mesh_axes, len(held), of_all)
             for host, shards in sorted(held.items())
         }
 
@@ -94,64 +83,48 @@ class BatchLayout:
         """
         return (self.shards_of_all_hosts or len(self.shards)) / self.divisor
 
-    @property
-    def multiple(self) -> int:
-        """The number of microbatches times shards, which must divide the rows of a batch."""
-        return self.microbatches * self.divisor
-
     def padded(self, global_batch_size: int) -> int:
-        """Returns the batch size, rounded up so that `multiple` divides it."""
-        return round_up(global_batch_size, self.multiple)
+        """Returns the batch size, rounded up so that `divisor` divides it."""
+        return round_up(global_batch_size, self.divisor)
 
     def rows(self, global_batch_size: int) -> np.ndarray:
         """Returns this host's rows of a batch, ascending: int64[host_batch_size].
 
         Args:
-            global_batch_size: Rows of the whole batch, over all its microbatches. `multiple` must
-                divide it.
+            global_batch_size: Rows of the whole batch. `divisor` must divide it.
 
         Raises:
-            ShardingError: `multiple` does not divide the batch size.
+            ShardingError: `divisor` does not divide the batch size.
         """
-        if global_batch_size % self.multiple:
-            parts = describe_parts(self.divisor, self.microbatches)
+        if global_batch_size % self.divisor:
             raise ShardingError(
-                f"a batch of {global_batch_size} rows does not split into {parts}.",
+                f"a batch of {global_batch_size} rows does not split into {self.divisor} shards.",
                 mesh_axes=self.mesh_axes,
                 remedy=f"use a batch size of {self.padded(global_batch_size)}, or put"
-                f" PadToDivisible({self.multiple}) before ShardBatch.",
+                f" PadToDivisible({self.divisor}) before ShardBatch.",
             )
-        size = global_batch_size // self.multiple
-        return (self._parts()[:, None] * size + np.arange(size)).reshape(-1)
-
-    def _parts(self) -> np.ndarray:
-        """Returns the indices of the parts of a batch that this host holds, ascending: int64[n].
-
-        A batch is cut into `multiple` equal parts. Each part is one shard of one microbatch.
-        """
-        microbatches = np.arange(self.microbatches, dtype=np.int64)[:, None]
-        return (microbatches * self.divisor + np.asarray(self.shards)).reshape(-1)
+        size = global_batch_size // self.divisor
+        starts = np.asarray(self.shards, np.int64)[:, None] * size
+        return (starts + np.arange(size)).reshape(-1)
 
     def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
         """Returns this host's rows of a batch as (start, stop) ranges, ascending and disjoint.
 
-        Neighbouring shards are joined to one range. `multiple` must divide `global_batch_size`.
+        Neighbouring shards are joined to one range. `divisor` must divide `global_batch_size`.
         """
-        size = global_batch_size // self.multiple
+        size = global_batch_size // self.divisor
         found: list[tuple[int, int]] = []
-        for part in self._parts().tolist():
-            start = found.pop()[0] if found and found[-1][1] == part * size else part * size
-            found.append((start, (part + 1) * size))
+        for shard in self.shards:
+            start = found.pop()[0] if found and found[-1][1] == shard * size else shard * size
+            found.append((start, (shard + 1) * size))
         return found
 
     def host_row(self, row: int, num_rows: int) -> int:
-        """Returns the index of a global row among this host's rows of the same microbatch.
-
-        Without microbatches, the whole batch counts as one microbatch.
+        """Returns the index of a global row among this host's rows.
 
         Args:
-            row: Index of the row in the global microbatch. This host must hold the row.
-            num_rows: Rows of the global microbatch.
+            row: Index of the row in the global batch. This host must hold the row.
+            num_rows: Rows of the global batch.
         """
         size = num_rows // self.divisor
         return self.shards.index(row // size) * size + row % size
@@ -164,12 +137,6 @@ class BatchLayout:
 def round_up(count: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
-
-
-def describe_parts(divisor: int, microbatches: int) -> str:
-    """Returns the parts of a batch in words: "8 shards" or "2 microbatches of 8 shards each"."""
-    shards = f"{divisor} shards"
-    return shards if microbatches == 1 else f"{microbatches} microbatches of {shards} each"
 
 
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -19,14 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
-from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
-from grain_shard.sharding.layout import (
-    BatchLayout,
-    batch_axes,
-    describe_parts,
-    mesh_axes_of,
-    round_up,
-)
+from grain_shard.errors import ShardingError, describe_leaf, describe_mesh
+from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of, round_up
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
@@ -56,24 +50,17 @@ class ShardingTree:
         (4, (0, 1, 2, 3))
 
     Attributes:
-        prefix: A `Sharding`, or a tree of shardings that is a prefix of the batch's tree. Dim 0
-            of each spec is the dim of the rows, with microbatches too.
-        microbatches: Number of microbatches that each batch is cut into. The leaves are then
-            ``[microbatches, rows, ...]``. With None the leaves are ``[rows, ...]``.
+        prefix: A `Sharding`, or a tree of shardings that is a prefix of the batch's tree.
     """
 
     prefix: Any
-    microbatches: int | None = None
 
     def __repr__(self) -> str:
         specs = jax.tree.map(lambda leaf: getattr(leaf, "spec", leaf), self.prefix)
-        cut = "" if self.microbatches is None else f", microbatches={self.microbatches}"
-        return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs}{cut})"
+        return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs})"
 
     @classmethod
-    def of(
-        cls, mesh_or_sharding: Any = None, spec: Any = None, *, microbatches: int | None = None
-    ) -> ShardingTree:
+    def of(cls, mesh_or_sharding: Any = None, spec: Any = None) -> ShardingTree:
         """Returns the shardings that the user's arguments to `shard_to` ask for.
 
         Args:
@@ -81,17 +68,12 @@ class ShardingTree:
                 None, or with specs in its place, the mesh of `jax.set_mesh` is used.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
-            microbatches: Number of microbatches that each batch is cut into; None for no
-                microbatches.
 
         Raises:
             ShardingError: The spec names an axis that the mesh does not have. Or no spec is given,
                 and the mesh has several axes, none of them "data". Or no mesh is given or set. Or
-                both a sharding and a spec are given. Or there is no sharding at all. Or
-                `microbatches` is not a positive integer.
+                both a sharding and a spec are given. Or there is no sharding at all.
         """
-        if microbatches is not None:
-            require_int("microbatches", microbatches, 1)
         given = jax.tree.leaves(mesh_or_sharding)
         if isinstance(mesh_or_sharding, list) and isinstance(next(iter(given), None), jax.Device):
             raise ShardingError(
@@ -112,7 +94,7 @@ class ShardingTree:
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding without a spec.",
             )
-        tree = cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None), microbatches)
+        tree = cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None))
         if not tree.shardings():
             raise ShardingError(
                 f"{prefix!r} holds no sharding for any leaf of a batch.",
@@ -127,11 +109,6 @@ class ShardingTree:
     def named(self) -> list[NamedSharding]:
         """Returns the distinct `NamedSharding`s of the tree; all other shardings have no mesh."""
         return [s for s in self.shardings() if isinstance(s, NamedSharding)]
-
-    @property
-    def row_dim(self) -> int:
-        """Index of the dim of the rows in a leaf; 1 if the dim of the microbatches comes first."""
-        return 0 if self.microbatches is None else 1
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, int], ...]:
@@ -156,7 +133,7 @@ class ShardingTree:
 
     def layouts(self) -> dict[int, BatchLayout]:
         """Returns the `BatchLayout` of each host with a device in the mesh, by process index."""
-        return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
+        return BatchLayout.of_hosts(self.shardings())
 
     def devices(self) -> list[Any]:
         """Returns all devices in the shardings, sorted by host and id: equal on every host."""
@@ -192,30 +169,29 @@ class ShardingTree:
                 remedy='pass read="auto" or read="needed". To read fewer rows, shard the batch over'
                 " each axis that spans slices: name the axis in the first entry of the spec.",
             )
-        # `padded`, `multiple` and `amplification` are the same in the layouts of all hosts, so the
+        # `padded`, `divisor` and `amplification` are the same in the layouts of all hosts, so the
         # first layout is taken.
         layout = next(iter(self.layouts().values()))
         spread = next(iter(self.spread().layouts().values()))
         sizes = map(layout.padded, global_batch_sizes)
         # The first padded size that the devices do not divide; None if they divide all sizes.
-        size = next((size for size in sizes if size % spread.multiple), None)
+        size = next((size for size in sizes if size % spread.divisor), None)
         if read == "auto":
             fewer = spread.amplification < layout.amplification
             return "once" if fewer and size is None else "needed"
         if size is not None:
-            parts = describe_parts(spread.divisor, spread.microbatches)
             raise ShardingError(
                 f'read="once" splits each batch over all devices, but {size} rows do not split into'
-                f" {parts}.",
+                f" {spread.divisor} shards.",
                 mesh_axes=self.mesh_axes,
                 remedy="use a batch size of"
-                f" {round_up(size, math.lcm(spread.multiple, num_feeds))}, or pass"
+                f" {round_up(size, math.lcm(spread.divisor, num_feeds))}, or pass"
                 ' read="auto", which uses "once" only if the batch size allows it.',
             )
         return read
 
     def describe(self) -> dict[str, Any]:
-        """Returns plain JSON that hosts compare: mesh axes, device order, specs, microbatches.
+        """Returns plain JSON that hosts compare: mesh axes, device order, specs.
 
         The order of the devices is given as a digest.
         """
@@ -224,7 +200,6 @@ class ShardingTree:
             "mesh": list(self.mesh_axes),
             "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
             "specs": [str(s.spec) for s in named],
-            "microbatches": self.microbatches,
         }
 
     @property
@@ -273,7 +248,7 @@ class ShardingTree:
         The list has None for text leaves, which stay on the host.
 
         Args:
-            batch: A tree of arrays ``[rows, ...]``, or ``[microbatches, rows, ...]``.
+            batch: A tree of arrays ``[rows, ...]``.
 
         Raises:
             ShardingError: `prefix` is not a prefix of the batch's tree, or a spec does not fit its
@@ -286,14 +261,13 @@ class ShardingTree:
         fitting = {
             head
             for head, (_, leaf) in zip(heads, leaves, strict=True)
-            if is_text(leaf) or spec_rank(prefix[head]) <= self._rank(leaf)
+            if is_text(leaf) or spec_rank(prefix[head]) <= leaf.ndim
         }
         for head, (keys, leaf) in zip(heads, leaves, strict=True):
             if head not in fitting and leaf.ndim:
-                rank, named = self._rank(leaf), spec_rank(prefix[head])
-                cut = "" if self.microbatches is None else " without the dim of the microbatches"
+                rank, named = leaf.ndim, spec_rank(prefix[head])
                 raise ShardingError(
-                    f"the spec has entries for {named} dims, but the leaf has rank {rank}{cut}.",
+                    f"the spec has entries for {named} dims, but the leaf has rank {rank}.",
                     path=path_of(keys),
                     leaf=describe_leaf(leaf),
                     spec=cast(NamedSharding, prefix[head]).spec,
@@ -313,13 +287,9 @@ class ShardingTree:
                     remedy="remove this leaf from the specs, or correct its name.",
                 )
         return [
-            None if is_text(leaf) else fitted(prefix[head], leaf.ndim, self.row_dim)
+            None if is_text(leaf) else fitted(prefix[head], leaf.ndim)
             for head, (_, leaf) in zip(heads, leaves, strict=True)
         ]
-
-    def _rank(self, leaf: Any) -> int:
-        """Returns how many dims of a leaf a spec may name: the dim of the rows and all after it."""
-        return max(0, leaf.ndim - self.row_dim)
 
     def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
         """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.

@@ -183,17 +183,14 @@ def num_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
-def fitted(sharding: Sharding, rank: int, row_dim: int = 0) -> Sharding:
+def fitted(sharding: Sharding, rank: int) -> Sharding:
     """Returns the sharding of a leaf, whose spec has no more entries than the leaf has dims.
 
     Args:
         sharding: A sharding of any kind. One without a spec is returned unchanged.
         rank: Number of dims of the leaf.
-        row_dim: Index of the dim of the rows, to which the first entry of the spec belongs. The dim
-            of the microbatches before it is not sharded, because every device holds rows of each
-            microbatch.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(*(*[None] * row_dim, *sharding.spec)[:rank])
+    spec = PartitionSpec(*sharding.spec[:rank])
     return sharding if spec == sharding.spec else sharding.update(spec=spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,16 +32,15 @@ class ReadThreads(NamedTuple):
         return "" if self.number is None else f"{self.number} ({self.why})"
 
 
-def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
+def size_of(batch: Any) -> dict[str, int]:
     """Returns a dict with a batch's number of rows ("records") and its number of bytes ("bytes").
 
     Args:
         batch: A tree of arrays.
-        row_dims: Number of leading dimensions that count rows.
     """
     leaves = jax.tree.leaves(batch)
     return {
-        "records": next((math.prod(np.shape(x)[:row_dims]) for x in leaves if np.ndim(x)), 1),
+        "records": next((np.shape(x)[0] for x in leaves if np.ndim(x)), 1),
         "bytes": sum([getattr(leaf, "nbytes", 0) for leaf in leaves]),
     }
 

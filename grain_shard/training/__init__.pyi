@@ -1,3 +1,4 @@
+from .accumulation import microbatches as microbatches
 from .data_parallel import data_parallel_train_step as data_parallel_train_step
 from .data_parallel import place_batch_on_shards as place_batch_on_shards
 from .data_parallel import reduce_gradient_tree as reduce_gradient_tree

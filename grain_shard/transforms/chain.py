@@ -34,7 +34,6 @@ def shard_to(
     remainder: Remainder = "pad",
     mask_key: str | None = MASK_KEY,
     pad_value: Any = 0,
-    microbatches: int | None = None,
     cpu_buffer_size: int | None = None,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
@@ -78,10 +77,6 @@ def shard_to(
         pad_value: The value in rows of padding, where the mask is False: a number, or a tree
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
-        microbatches: Number of microbatches, for gradient accumulation by `jax.lax.scan`. Leaves
-            and mask are then ``[microbatches, rows, ...]``, and the first entry of a spec is for
-            the dim of the rows. The batch is reshaped: microbatch 0 has its first rows, microbatch
-            1 the next ones, and so on. With ``rows="local"`` the rows of each host are reshaped.
         cpu_buffer_size: Most batches on the host at a time, including unfinished ones; by default
             4. With `num_workers` there may be more. This process then keeps one batch, and Grain
             keeps four for each worker: 33 with 8 workers. For feeds Grain keeps four in all, so
@@ -126,10 +121,9 @@ def shard_to(
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s. They are padded to a multiple of
-        the shards, or of `microbatches` times the shards. Text stays on the host. With random
-        access, its iterators have a state of under 200 bytes, which can be restored on any number
-        of hosts, workers and devices, and with any number of microbatches. The state of feeds has
-        an entry for each feed. The state of a stream needs the same number of hosts.
+        the shards. Text stays on the host. With random access, its iterators have a state of under
+        200 bytes, which can be restored on any number of hosts, workers and devices. The state of
+        feeds has an entry for each feed. The state of a stream needs the same number of hosts.
 
     Raises:
         ShardingError: An argument is not valid; or the dataset, mesh, spec and batch size do not
@@ -148,8 +142,7 @@ def shard_to(
         ds, read_options = _random_access(ds)
         if read_options is not None:
             threads, buffer_size = (max(1, option) for option in read_options)
-    target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
-    target = target.with_mask(mask_key)
+    target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
     put = DevicePut(
         target,
         cpu_buffer_size=buffer_size if cpu_buffer_size is None else cpu_buffer_size,
@@ -260,11 +253,8 @@ class _Chain(Stage):
             num_shards: Number of shards that a batch of `ds` is cut into: all shards, or only this
                 host's if `ds` yields this host's rows.
         """
-        microbatches = self.put.shardings.microbatches or 1
-        must_divide = self.pad.remainder != "pad"
-        validate = ValidateBatchSize(num_shards, must_divide, microbatches=microbatches)
-        pad = replace(self.pad, divisor=num_shards * microbatches)
-        return ds.pipe(validate).pipe(pad)
+        validate = ValidateBatchSize(num_shards, must_divide=self.pad.remainder != "pad")
+        return ds.pipe(validate).pipe(replace(self.pad, divisor=num_shards))
 
 
 def _random_access(

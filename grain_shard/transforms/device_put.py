@@ -16,7 +16,6 @@ from grain_shard.feeding.host_feeds import (
     check_feeds,
     fault_rules_of,
     feeds_to_save,
-    warn_of_shared_feeds,
 )
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches
@@ -102,7 +101,6 @@ class DevicePut(Settings, Stage):
             ds = ds.of_host(self.shardings.layout())
         layouts = self.shardings.layouts()
         check_feeds(ds, layouts)
-        warn_of_shared_feeds(ds, layouts)
         rules = fault_rules_of(ds, layouts, self.fault_rules)
         run = FeedRun(self.num_threads, self.num_workers, self.cpu_buffer_size, rules)
         host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))

@@ -14,7 +14,7 @@ from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
-from grain_shard.sharding.layout import describe_parts, round_up
+from grain_shard.sharding.layout import round_up
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
 
@@ -36,23 +36,19 @@ class ValidateBatchSize(Stage):
           remedy: use a batch size of 16, or pass remainder="pad".
 
     Attributes:
-        divisor: Number of shards that the rows of a batch, or of each microbatch, are cut into.
+        divisor: Number of shards that the rows of a batch are cut into.
         must_divide: True if `divisor` must divide the batch size; False if batches are padded.
         shortfall: Function that takes the number of rows of one shard, and returns a warning if
             they are too few, else None. `grain_shard.training.HardwareType.H100.shortfall` compares
-            the rows with the number recommended for an H100. With microbatches, the function gets
-            the rows of one shard of one microbatch. None for no check.
-        microbatches: Number of microbatches in a batch; each is cut into `divisor` shards.
+            the rows with the number recommended for an H100. None for no check.
     """
 
     divisor: int
     must_divide: bool = False
     shortfall: Callable[[int], str | None] | None = None
-    microbatches: int = 1
 
     def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
-        require_int("microbatches", self.microbatches, 1)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         """Returns the dataset after a check of its batch sizes.
@@ -117,13 +113,13 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.
         """
-        multiple = self.divisor * self.microbatches
-        up = round_up(global_batch_size, multiple)
+        up = round_up(global_batch_size, self.divisor)
         if up > global_batch_size:
-            parts = describe_parts(self.divisor, self.microbatches)
-            problem = f"a batch of {global_batch_size} rows does not split into {parts}"
+            problem = (
+                f"a batch of {global_batch_size} rows does not split into {self.divisor} shards"
+            )
             if self.must_divide:
-                fits = round_up(up, math.lcm(multiple, num_feeds))
+                fits = round_up(up, math.lcm(self.divisor, num_feeds))
                 raise ShardingError(
                     f"{problem}.", remedy=f'use a batch size of {fits}, or pass remainder="pad".'
                 )
@@ -132,6 +128,6 @@ class ValidateBatchSize(Stage):
                 "grain_shard: %s, so each batch gets %d rows of padding.", problem, padding
             )
         if self.shortfall is not None:
-            problem = self.shortfall(-(-global_batch_size // multiple))
+            problem = self.shortfall(-(-global_batch_size // self.divisor))
             if problem is not None:
                 warnings.warn(f"rows per shard: {problem}", stacklevel=2)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT, Span, recorded, span
 from grain_shard.stats.counts import mask_of, size_of
 from grain_shard.trees import MASK_KEY
@@ -36,7 +35,6 @@ def run_loop(
     """
     sizes: list[dict[str, int]] = []
     masks: list[Any] = []
-    row_dims = 1 if (pipeline := sharded(ds)) is None else pipeline.row_dims
     with contextlib.ExitStack() as cleanup, recorded() as spans:
         iterator = iter(ds)
         if iterator is not ds:
@@ -47,7 +45,7 @@ def run_loop(
                     batch = jax.block_until_ready(next(iterator))
             except StopIteration:
                 break
-            sizes.append(size_of(batch, row_dims))
+            sizes.append(size_of(batch))
             # Masks are summed after the loop. The sum takes time, in which the pipeline would make
             # more batches than in a real loop.
             masks.append(mask_of(batch, MASK_KEY))

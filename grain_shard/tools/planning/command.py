@@ -51,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--record-bytes", help="bytes of one record in the batch; default: unknown")
     remainder = "treatment of a short last batch; default: pad"
     add("--remainder", choices=("pad", "drop", "error"), default="pad", help=remainder)
-    number("--microbatches", help="microbatches of each batch; default: none")
     read = "needed: each host reads the rows of its devices; once: each row is read once, and the"
     read += " devices exchange rows; default: auto, which chooses"
     add("--read", choices=("auto", "needed", "once"), default="auto", help=read)
@@ -106,11 +105,9 @@ def main(args: argparse.Namespace) -> int:
     if args.compile is not None:
         # `load_step` runs the user's script on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        memory = compile_step(load_step(*args.compile), mesh, args.spec, size, args.microbatches)
+        memory = compile_step(load_step(*args.compile), mesh, args.spec, size)
     if args.picture is not None:
-        rows_of = "a batch" if args.microbatches is None else "a microbatch"
-        num_rows = size // (args.microbatches or 1)
-        draw_mesh(mesh, args.spec, num_rows, args.picture, rows_of=rows_of)
+        draw_mesh(mesh, args.spec, size, args.picture)
         print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}

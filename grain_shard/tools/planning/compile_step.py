@@ -63,7 +63,6 @@ def compile_step(
     mesh: Mesh,
     spec: Any,
     global_batch_size: int,
-    microbatches: int | None = None,
 ) -> StepMemory:
     """Compiles a training step for a mesh, and returns the memory that it takes on each device.
 
@@ -78,14 +77,13 @@ def compile_step(
         spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`; None for the default.
         global_batch_size: Rows of the batch, padding included. If the record is a dict, the batch
             also has a "valid_mask".
-        microbatches: Number of microbatches of each batch; None for no microbatches.
 
     Raises:
         ShardingError: The batch does not fit its spec. Or the step was jitted for batches in other
             shardings than `shard_to` gives them.
     """
     step, state, record = build(mesh)
-    shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)
+    shardings = ShardingTree.of(mesh, spec)
     batch = _batch(record, shardings, global_batch_size)
     try:
         lowered = lower(step, state, batch)

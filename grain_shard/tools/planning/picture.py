@@ -15,9 +15,7 @@ from grain_shard.tools.showing.drawing import draw_leaf
 from grain_shard.tools.showing.tables import to_svg
 
 
-def draw_mesh(
-    mesh: Mesh, spec: Any, num_rows: int, path: str | Path, *, rows_of: str = "a batch"
-) -> None:
+def draw_mesh(mesh: Mesh, spec: Any, num_rows: int, path: str | Path) -> None:
     """Writes an SVG with a line for each shard of the rows: its rows, and the devices that hold it.
 
     `show` prints the same lines. Only the first 16 shards are drawn. If a line names several hosts,
@@ -27,12 +25,11 @@ def draw_mesh(
         mesh: The mesh.
         spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. If there are several,
             the one that cuts the rows into most shards is drawn.
-        num_rows: Rows of a batch, or of a microbatch, padding included.
+        num_rows: Rows of a batch, padding included.
         path: The file to write, an SVG.
-        rows_of: The words "a batch" or "a microbatch", for the title.
     """
     most = max(ShardingTree.of(mesh, spec).named(), key=num_shards)
     sharding = NamedSharding(mesh, PartitionSpec(*most.spec[:1]))
     rows = jax.ShapeDtypeStruct((num_rows,), "int8", sharding=sharding)
-    title = f"{describe_mesh(mesh.shape.items())}: rows of {rows_of}, and who holds them"
-    Path(path).write_text(to_svg(draw_leaf([f"rows of {rows_of}"], rows), title))
+    title = f"{describe_mesh(mesh.shape.items())}: rows of a batch, and who holds them"
+    Path(path).write_text(to_svg(draw_leaf(["rows of a batch"], rows), title))

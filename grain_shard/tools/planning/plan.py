@@ -34,7 +34,6 @@ def plan(
     num_records: int,
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
-    microbatches: int | None = None,
     read: Read = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
@@ -51,7 +50,6 @@ def plan(
         num_records: Number of records of an epoch.
         record_bytes: Bytes of one record in the batch; None if unknown.
         remainder: Treatment of a short last batch: "pad", "drop" or "error".
-        microbatches: Number of microbatches of each batch; None for no microbatches.
         read: "needed": each host reads the rows of its devices. "once": each row is read once, and
             the devices exchange rows. "auto" chooses as `shard_to` does.
         hardware: The chip, for the advice on the batch size; None finds it from the devices.
@@ -77,7 +75,7 @@ def plan(
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
     require_choice("read", read, get_args(Read))
-    target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
+    target = ShardingTree.of(mesh_or_sharding, spec)
     read = target.way_to_read(read, global_batch_size)
     layout = next(iter(target.layouts().values()))  # any host's: only batch sizes are taken from it
     size = layout.padded(global_batch_size)
@@ -131,8 +129,7 @@ def plan(
         steps_per_epoch=steps,
         padded_rows_per_epoch=steps * size - held_records,
         dropped_records_per_epoch=num_records - held_records,
-        microbatches=microbatches,
-        rows_per_device=size // (microbatches or 1) // max(blocks),
+        rows_per_device=size // max(blocks),
         device_bytes=bytes_of(size // min(blocks)),
         read=read,
         needed=needed,
@@ -166,11 +163,9 @@ def _num_batches(
         ShardingError: There is no batch. Or `remainder` is not "pad", and the shards do not divide
             the batch size. Or `remainder` is "error", and the last batch is short.
     """
-    divide = ValidateBatchSize(
-        layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches
-    )
+    divide = ValidateBatchSize(layout.divisor, must_divide=remainder != "pad")
     ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
     try:
-        return len(ds.pipe(divide).pipe(PadToDivisible(layout.multiple, remainder=remainder)))
+        return len(ds.pipe(divide).pipe(PadToDivisible(layout.divisor, remainder=remainder)))
     except ShardingError as error:
         raise error.with_mesh(layout.mesh_axes) from None

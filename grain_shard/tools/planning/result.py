@@ -61,7 +61,7 @@ class Reads:
 
     Attributes:
         read: "needed" or "once".
-        divisor: Number of shards that the rows of a batch, or of a microbatch, are cut into.
+        divisor: Number of shards that the rows of a batch are cut into.
         padded_batch_size: Rows of a batch, padding included.
         amplification: Average number of hosts that read a row: the rows that all hosts read for a
             batch, divided by the rows of the batch.
@@ -111,12 +111,11 @@ class Plan(InNotebooks):
         record_bytes: Bytes of one record in the batch; None if unknown.
         global_batch_size: Rows of a batch before padding.
         remainder: Treatment of a short last batch: "pad", "drop" or "error".
-        microbatches: Number of microbatches of each batch; None for no microbatches.
         steps_per_epoch: Number of batches of an epoch.
         padded_rows_per_epoch: Number of rows of an epoch that hold no record.
         dropped_records_per_epoch: Number of records of an epoch that are in no batch.
-        rows_per_device: Rows of one shard of a batch, or of a microbatch, padding included. If
-            there are several specs, it is the smallest shard.
+        rows_per_device: Rows of one shard of a batch, padding included. If there are several
+            specs, it is the smallest shard.
         device_bytes: Most bytes of a batch on one device. A device holds fewer if a spec also
             shards other dims than the rows. None without `record_bytes`.
         read: The choice of `shard_to`: "needed" or "once".
@@ -139,7 +138,6 @@ class Plan(InNotebooks):
     record_bytes: int | None
     global_batch_size: int
     remainder: Remainder
-    microbatches: int | None
     steps_per_epoch: int
     padded_rows_per_epoch: int
     dropped_records_per_epoch: int
@@ -217,8 +215,7 @@ class Plan(InNotebooks):
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
         padding = f", padded to {size:,}" if size > rows else ""
-        cut = "" if self.microbatches is None else f" of each of {self.microbatches} microbatches"
-        yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,}{cut} on each device"
+        yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,} on each device"
         if self.device_bytes is not None:
             # By default two batches wait on the devices (shard_to's device_buffer_size).
             one, two = map(describe_bytes, (self.device_bytes, 2 * self.device_bytes))

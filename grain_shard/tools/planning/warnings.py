@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grain_shard.sharding.layout import describe_parts, round_up
+from grain_shard.sharding.layout import round_up
 from grain_shard.tools.planning.result import Plan
 from grain_shard.training.hardware import HardwareType
 
@@ -15,8 +15,7 @@ _NOTABLE = 0.01
 
 def find_warnings(plan: Plan) -> Iterator[str]:
     """Yields the warnings of a plan, one text each."""
-    size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
-    parts = describe_parts(plan.reads.divisor, microbatches)
+    size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
     if needed > plan.global_batch_size:  # a row is read more than once
         times = f"{plan.needed.amplification:.3g} times"
@@ -33,10 +32,9 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             )
         else:
             yield (
-                f"each row is read {times}, {why}. Use"
-                f" {_larger_batch(plan, plan.num_devices * microbatches)}, which is divisible by"
-                f' the number of devices, and read="auto": each row is then read once, and the'
-                " devices exchange rows."
+                f"each row is read {times}, {why}. Use {_larger_batch(plan, plan.num_devices)},"
+                ' which is divisible by the number of devices, and read="auto": each row is then'
+                " read once, and the devices exchange rows."
             )
     if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
         shortfall = plan.hardware.shortfall(plan.rows_per_device)
@@ -45,8 +43,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     if size > plan.global_batch_size:
         yield (
             f"every batch has {size - plan.global_batch_size} rows of padding, because"
-            f" {plan.global_batch_size} rows do not split into {parts}. Use"
-            f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
+            f" {plan.global_batch_size} rows do not split into {divisor} shards. Use"
+            f" {_larger_batch(plan, divisor)}."
         )
     # Every batch may have padding, because its rows do not split evenly. All further padding is in
     # the short last batch of an epoch.

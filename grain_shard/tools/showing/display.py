@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.iteration.iterator import ShardedIterator
@@ -69,9 +69,9 @@ def show(batch_or_dataset: Any) -> None:
           6:8    devices 6, 7
         <BLANKLINE>
     """
-    batch, tables, row_dims = batch_or_dataset, [], 1
+    batch, tables = batch_or_dataset, []
     if (ds := sharded(batch_or_dataset)) is not None:
-        batch, row_dims = ds.abstract_batch(), ds.row_dims
+        batch = ds.abstract_batch()
         facts = list(_facts(ds, batch))
         is_iterator = isinstance(batch_or_dataset, ShardedIterator)
         if is_iterator and (reads := str(batch_or_dataset.stats().reads)):
@@ -84,23 +84,14 @@ def show(batch_or_dataset: Any) -> None:
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
-    tables.append(FittingTable(columns, _lines(batch, row_dims), left=2))
-    drawn = jax.tree.map(_of_one_microbatch, batch) if row_dims > 1 else batch
-    drawings = itertools.islice(draw_batch(drawn), _MAX_LINES)
+    tables.append(FittingTable(columns, _lines(batch), left=2))
+    drawings = itertools.islice(draw_batch(batch), _MAX_LINES)
     to_screen(FirstLines([*tables, *drawings], _MAX_LINES))
 
 
-def _of_one_microbatch(leaf: Any) -> Any:
-    sharding = getattr(leaf, "sharding", None)
-    if not (isinstance(sharding, NamedSharding) and leaf.shape):
-        return leaf  # such a leaf is not drawn
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
-
-
-def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
+def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
     paths, leaves, _ = flatten(batch)
-    described = [LeafText.of(leaf, row_dims) for leaf in leaves]
+    described = [LeafText.of(leaf) for leaf in leaves]
     for path, leaf in zip(paths[:_MAX_LEAVES], described, strict=False):
         rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
         on_device = leaf.bytes_per_device is not None
@@ -119,7 +110,7 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
         batch: Its abstract batch. It has no number of rows if its leaves are text or scalars.
     """
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    global_batch_size = next((math.prod(s.shape[: ds.row_dims]) for s in structs if s.shape), None)
+    global_batch_size = next((struct.shape[0] for struct in structs if struct.shape), None)
     settings, layout = ds.settings, ds.layout
     axes = describe_mesh(ds.shardings.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
@@ -133,8 +124,6 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
-        if (count := ds.shardings.microbatches) is not None:
-            yield "microbatches", f"{count:,} of {global_batch_size // count:,} rows; one is drawn"
     if layout.num_hosts > 1:
         once = settings.final_shardings is not None
         yield "read", "once, then moved by the devices" if once else "what each host needs"
@@ -161,12 +150,11 @@ class LeafText(NamedTuple):
     bytes_per_device: int | None = None
 
     @classmethod
-    def of(cls, leaf: Any, row_dims: int = 1) -> LeafText:
+    def of(cls, leaf: Any) -> LeafText:
         """Returns the description of a leaf.
 
         Args:
             leaf: A `jax.Array`, a `jax.ShapeDtypeStruct`, a numpy array, or any other object.
-            row_dims: Number of leading dims that count rows: 2 with microbatches, else 1.
         """
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")
@@ -176,8 +164,7 @@ class LeafText(NamedTuple):
         if sharding is None:
             return cls(f"{text} on the host")
         shard = sharding.shard_shape(leaf.shape)
-        rows = math.prod(shard[:row_dims]) if shard else None
-        return cls(text, rows, math.prod(shard) * leaf.dtype.itemsize)
+        return cls(text, shard[0] if shard else None, math.prod(shard) * leaf.dtype.itemsize)
 
 
 def _dtype(dtype: np.dtype) -> str:
