@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard.feeding import feed_reader, shared_reads
-from grain_shard.feeding.record_stream import RecordStream
-from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.feeding import feed_reader
 from grain_shard.grain_inside import routes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.reading import shared_reads
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.reading.record_stream import RecordStream
+from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait

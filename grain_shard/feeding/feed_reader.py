@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import grain
 
 from grain_shard.errors import ShardingError, noting, require_int
-from grain_shard.feeding.record_stream import RecordStream
-from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
+from grain_shard.reading.record_stream import RecordStream
+from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.reading.stream_dataset import refuse_lost_epochs
 from grain_shard.spans import READ, span
 from grain_shard.state_json import restore

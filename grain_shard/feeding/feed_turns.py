@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from grain_shard.feeding.feed_reader import FeedReader, FeedState, FeedStreams, FeedTurn
-from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.reading.faults import FaultCounts, Faults
+from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.tasks import Producer
 from grain_shard.worker_processes import WorkerProcesses
 

@@ -9,6 +9,7 @@ The core of the test suite also runs with all these facts hidden.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,20 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
     return getattr(ds, "_batch_size", None)
+
+
+def records_per_batch(ds: grain.IterDataset) -> int | None:
+    """Returns the number of elements of ``.to_iter_dataset`` that a batch of a stream takes.
+
+    It is 1 if ``.batch`` stands before ``.to_iter_dataset``, and None if no ``.batch`` is known. A
+    transformation that packs or leaves out elements does not count.
+    """
+    sizes, node = list[int](), ds
+    while node.parents and type(node) is not _BATCH:
+        if type(node) is _ITER_BATCH:
+            sizes.append(getattr(node, "_batch_size", 1))
+        node = node.parents[0]
+    return math.prod(sizes) if sizes or type(node) is _BATCH else None
 
 
 def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:

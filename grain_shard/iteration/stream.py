@@ -50,7 +50,7 @@ class Stream(HostBatches):
     def open(self, position: bytes | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in the stream reads Grain's flags
         faults = Faults(self._fault_rules)
-        iterator = self._ds.iterate(faults)
+        iterator = self._ds.iterate(faults, self._buffer_size)
         seen = iterator.seen
         if position is not None:
             restore(iterator, pickle.loads(position), "the stream")

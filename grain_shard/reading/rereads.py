@@ -35,7 +35,7 @@ from grain_shard.world import World
 
 # The most records to read again, and the most bytes of their rows to keep. For a stream or feeds,
 # whose records are not known to be rows of this host, fewer are read.
-_RECORDS, _RECORDS_OF_STREAM, _BYTES = 16, 4, 2**24
+_RECORDS, _RECORDS_OF_STREAM, _BYTES = 16, 4, 2**21
 # After this time, in seconds, no further record is read alone.
 _ALONE_S = 0.1
 # Number of threads that read at the same time, the share of the records that each of them reads,

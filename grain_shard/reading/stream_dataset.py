@@ -17,7 +17,9 @@ from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import IterableBatches
 from grain_shard.reading.padding import Padding
+from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.retried_records import RetriedRecords
+from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
@@ -120,18 +122,28 @@ class StreamDataset(grain.IterDataset):
             return self
         return self.after(lambda batch, seen: owned(batch), "copies", owns_arrays=True)
 
-    def iterate(self, faults: Faults) -> StreamIterator:
+    def iterate(self, faults: Faults, batches_ahead: int = 1) -> StreamIterator:
         """Returns an iterator over the batches.
 
         Args:
             faults: The rules for failed reads. They apply to records of the stream that are read by
                 index.
+            batches_ahead: Records of at most this many batches are read ahead, unless the user gave
+                ``.to_iter_dataset`` options of Grain.
         """
-        source = replace_read_ahead(
-            self.source,
-            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
+        records_per_batch = nodes.records_per_batch(self.source)
+        reads = SharedReads(
+            faults,
+            batches_ahead * (records_per_batch or 1),
+            bytes_ahead=BYTES_AHEAD if records_per_batch is None else 0,
         )
-        return StreamIterator(iter(source), self, faults)
+
+        def stream_of(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
+            if options == grain.ReadOptions():
+                return RecordStream(reads, None, records, options)
+            return RetriedRecords(records, faults).to_iter_dataset(options)
+
+        return StreamIterator(iter(replace_read_ahead(self.source, stream_of)), self, faults, reads)
 
     def __iter__(self) -> StreamIterator:
         return self.iterate(Faults(FAIL_AT_ONCE))
@@ -172,6 +184,7 @@ class StreamIterator(BatchIterator):
         source: The user's iterator.
         ds: The stream, with its functions.
         faults: The rules for failed reads.
+        reads: The threads that read ahead.
 
     Attributes:
         seen: The facts learned from the batches.
@@ -179,9 +192,15 @@ class StreamIterator(BatchIterator):
 
     _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
 
-    def __init__(self, source: grain.DatasetIterator, ds: StreamDataset, faults: Faults):
+    def __init__(
+        self,
+        source: grain.DatasetIterator,
+        ds: StreamDataset,
+        faults: Faults,
+        reads: SharedReads,
+    ):
         super().__init__(source)
-        self._source, self._steps, self._faults = source, ds.steps, faults
+        self._source, self._steps, self._faults, self._reads = source, ds.steps, faults, reads
         self._batch_sizes = nodes.batch_sizes(ds.source)
         self._rows_to_expect = ds.facts.unpadded_batch_size or 0
         self.seen: SeenBatches = SeenBatches(self._rows_to_expect)
@@ -220,10 +239,18 @@ class StreamIterator(BatchIterator):
 
     def stop(self) -> None:
         self._faults.stop()
+        self._reads.stop()
 
     def close(self) -> None:
         self.stop()
-        super().close()
+        try:
+            self._reads.close()
+        finally:
+            super().close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_reads"):  # False if `__init__` failed before
+            self._reads.stop()  # its threads do not refer to this object, so they would run on
 
 
 def _refuse(saved: str, now: str) -> NoReturn:

@@ -12,10 +12,10 @@ from typing import Any
 
 import grain
 
-from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.tasks import Raised
 
 
@@ -24,16 +24,18 @@ class RecordStream(grain.IterDataset):
 
     Args:
         reads: Evaluates the records of all feeds of a host.
-        feed: Number of the feed.
+        feed: Number of the feed; None in a stream that is no feed.
         records: The records.
         options: The `grain.ReadOptions` of ``.to_iter_dataset()``. Records are read ahead unless
             the number of threads or the buffer size is 0.
     """
 
-    def __init__(self, reads: SharedReads, feed: int, records: grain.MapDataset, options: Any):
+    def __init__(
+        self, reads: SharedReads, feed: int | None, records: grain.MapDataset, options: Any
+    ):
         super().__init__(records)
         self.reads: SharedReads = reads
-        self.feed: int = feed
+        self.feed: int | None = feed
         self.records: grain.MapDataset = records
         self.ahead: bool = min(options.num_threads, options.prefetch_buffer_size) > 0
 

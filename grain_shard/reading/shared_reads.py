@@ -1,4 +1,4 @@
-"""`SharedReads`: the threads that read ahead for all feeds of a host, within one bound on memory.
+"""`SharedReads`: the threads that read ahead for streams or feeds, within one bound on memory.
 
 The threads are called readers. The records of each stream form a line, which is cut into parts. A
 free reader chooses the line that has the fewest records ready or unfinished, and evaluates the next
@@ -37,9 +37,9 @@ from grain_shard.tasks import Raised, Tasks
 # Most records that are being read, or are read and not yet taken, in all lines together. Grain
 # alone reads up to 500 records ahead for each stream.
 _MOST_AHEAD = 2048
-# Most bytes of records that wait or are unfinished, in all lines together. If one batch has more
-# bytes than this, the limit is the size of one batch.
-_BYTES_AHEAD = 2**23
+# Bytes of records that may always wait or be unfinished, in all lines together, so that small
+# batches do not limit the number of readers. For larger batches the limit is the size of a batch.
+BYTES_AHEAD = 2**23
 # Number of records in the first part of a line, if the source reads many records in a call. Each
 # further part may be twice as large. A large first part would delay the first rows.
 _FIRST_CALL = 4
@@ -63,16 +63,23 @@ class SharedReads(TaskStage[None]):
 
     Args:
         faults: The rules for failed reads.
-        num_rows: Rows of a batch that come from all these streams together.
+        num_rows: Records that may be ahead: the rows of a batch that come from all these streams
+            together.
         num_threads: Number of readers; None adapts it while they read.
         num_feeds: Number of feeds that have these streams.
+        bytes_ahead: More than `num_rows` records may be ahead if they have at most this many bytes.
     """
 
     def __init__(
-        self, faults: Faults, num_rows: int, num_threads: int | None = None, num_feeds: int = 1
+        self,
+        faults: Faults,
+        num_rows: int,
+        num_threads: int | None = None,
+        num_feeds: int = 1,
+        bytes_ahead: int = BYTES_AHEAD,
     ):
         self.faults: Faults = faults
-        self._lines = _Lines(faults, num_rows, num_feeds)
+        self._lines = _Lines(faults, num_rows, num_feeds, bytes_ahead)
         pace = ReadPace(num_threads, most=_MOST_READERS)
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
@@ -234,9 +241,10 @@ def _block(records: grain.MapDataset, first: int) -> Route:
 class _Lines(Tasks[None]):
     """The lines (the records of each stream), from which readers draw parts (ranges of records)."""
 
-    def __init__(self, faults: Faults, num_rows: int, num_feeds: int):
+    def __init__(self, faults: Faults, num_rows: int, num_feeds: int, bytes_ahead: int):
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows, self._num_feeds = faults, num_rows, num_feeds
+        self._bytes_ahead = bytes_ahead
         self._lock = threading.Lock()
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
@@ -256,7 +264,7 @@ class _Lines(Tasks[None]):
         """Returns how many records of a line (the records of one stream) may be read ahead."""
         most, size = self._num_rows, line.record_bytes
         if size:
-            most = max(most, int(_BYTES_AHEAD // size))
+            most = max(most, int(self._bytes_ahead // size))
         # Feeds open their lines one after another. The first line must not fill the room of all.
         return max(1, min(_MOST_AHEAD, most) // max(self._num_feeds, len(self._lines)))
 
