@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes, read_ahead, routes
-from grain_shard.iteration import compared_batches
 from grain_shard.reading import faults
+from tests.counting_source import no_rereads
 
 HANG_S = 60  # seconds after which a wait counts as a hang
 
@@ -78,10 +78,11 @@ def no_pause_before_another_try(monkeypatch):
     monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
 
 
-@pytest.fixture
-def no_rereads(monkeypatch):
-    """For tests that count reads, or whose source gives each record once."""
-    monkeypatch.setattr(compared_batches.ComparedBatches, "_compare", lambda self, sample: None)
+@pytest.fixture(name="no_rereads")
+def without_rereads():
+    """For tests that count reads, or the records in memory."""
+    with no_rereads():
+        yield
 
 
 @pytest.fixture

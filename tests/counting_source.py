@@ -2,6 +2,14 @@
 
 import collections
 import threading
+from unittest import mock
+
+from grain_shard.iteration.compared_batches import ComparedBatches
+
+
+def no_rereads():
+    """Leaves out the records that are read again at the start: a context, for counts of reads."""
+    return mock.patch.object(ComparedBatches, "_compare", return_value=None)
 
 
 def nothing(index, number):

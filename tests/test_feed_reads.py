@@ -327,6 +327,7 @@ class AliveInCalls(Alive):
         (3000, 4, 8, 2048),
     ],
 )
+@pytest.mark.usefixtures("no_rereads")
 def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
     num_bytes, num_feeds, batch_size, most_ahead, kind, options, num_workers, tmp_path
 ):

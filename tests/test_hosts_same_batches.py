@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.counting_source import Source
+from tests.counting_source import Source, no_rereads
 from tests.on_hosts import assembled, or_traceback, own_parts
 
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def run_case(case, devices):
     sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=20, **case.options)
     source.requests.clear()  # what was looked at when the pipeline was built
     batches, names, states = [], [], []
-    with iter(sharded) as iterator:
+    with no_rereads(), iter(sharded) as iterator:
         for batch in iterator:
             names.append(batch.pop("name").tolist())
             batches.append(own_parts(batch))

@@ -22,7 +22,7 @@ import grain_shard
 from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
-from tests.counting_source import Source
+from tests.counting_source import Source, no_rereads
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -118,7 +118,7 @@ def run_case(case, devices):
     batches = ds.batch(case.batch)
     sharded = batches.shard_to(case.mesh(devices), case.spec, timeout_s=20, **case.options)
     source.requests.clear()
-    with iter(sharded) as batches:
+    with no_rereads(), iter(sharded) as batches:
         # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
         got = [jax.block_until_ready(batch) for batch in batches]
     leaves = jax.tree.leaves(got)

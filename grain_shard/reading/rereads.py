@@ -55,7 +55,7 @@ _DOUBT_S = 1.3
 # disturbed is made again after this pause, in seconds.
 _TRIES, _PAUSE_S = 3, 0.2
 
-_SEVERAL = f"one of {_THREADS} threads that read at the same time"
+_SEVERAL = "one of several threads that read at the same time"
 # Most characters of a value in a message.
 _SHOWN = 60
 
@@ -230,6 +230,8 @@ class Sample:
     def together(self, alone: Mapping[int, Row]) -> tuple[Difference | None, int]:
         """Lets four threads read records at the same time, each in an order of its own.
 
+        Two threads read records that are large, to keep fewer records in memory.
+
         A thread that has called a function pauses, so that another thread runs in between. So a few
         reads find a race that some thousand reads without pauses may miss.
 
@@ -241,6 +243,8 @@ class Sample:
         """
         found, counts = list[Difference](), [0] * _THREADS
         each = max(2, int(_SHARE * len(alone)))
+        row_bytes = max(sum(x.nbytes for x in row.leaves.values()) for row in alone.values())
+        num_threads = _THREADS if _THREADS * row_bytes <= _BYTES else 2
         until = time.perf_counter() + _TOGETHER_S
 
         def is_late() -> bool:
@@ -271,7 +275,7 @@ class Sample:
                     counts[rank] += 1
 
         with ThreadPoolExecutor(_THREADS, "grain-shard-reread", World().enter) as threads:
-            for done in [threads.submit(read_some, rank) for rank in range(_THREADS)]:
+            for done in [threads.submit(read_some, rank) for rank in range(num_threads)]:
                 done.result()
         return (found[0] if found else None), sum(counts)
 
