@@ -57,7 +57,7 @@ class NoState:
         raise StateError(
             f"a {self.name} has no state: its position cannot be saved or restored.\n"
             "  remedy: pass a Grain dataset or a grain.DataLoader, or give the iterator"
-            " get_state() and set_state(state)."
+            " get_state() and set_state(state), or state_dict() and load_state_dict(state)."
         )
 
 

@@ -48,6 +48,44 @@ class TorchLoader:
         return ({"id": Tensor(numbers)} for numbers in EXPECTED)
 
 
+class StatefulLoader:
+    """A loader with a state of its own, as torchdata's and Hugging Face's are.
+
+    A loaded state is that of the next iterator, and of no later one.
+    """
+
+    def __init__(self):
+        self.next, self.begin = 0, 0
+
+    def __iter__(self):
+        self.next, self.begin = self.begin, 0
+        while self.next < len(EXPECTED):
+            self.next += 1
+            yield {"id": np.array(EXPECTED[self.next - 1], np.int32)}
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.begin = state["next"]
+
+
+class StatefulIterator(StatefulLoader):
+    """A loader that is its own iterator, and has the state of one."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == len(EXPECTED):
+            raise StopIteration
+        self.next += 1
+        return {"id": np.array(EXPECTED[self.next - 1], np.int32)}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
 LOADERS = {
     "list": lambda: list(make_batches()),
     "generator": make_batches,
@@ -56,9 +94,12 @@ LOADERS = {
     "grain.DataLoader": grains_loader,
     "a loader of tensors": TorchLoader,
     "an iterator with a state": lambda: Restorable(list(make_batches())),
+    "a loader with a state_dict": StatefulLoader,
+    "an iterator with a state_dict": StatefulIterator,
 }
-MANY_PASSES = set(LOADERS) - {"generator", "an iterator with a state"}
-WITH_STATE = {"grain.DataLoader", "an iterator with a state"}
+ITERATORS_WITH_STATE = {"an iterator with a state", "an iterator with a state_dict"}
+MANY_PASSES = set(LOADERS) - {"generator"} - ITERATORS_WITH_STATE
+WITH_STATE = {"grain.DataLoader", "a loader with a state_dict"} | ITERATORS_WITH_STATE
 
 
 @pytest.mark.parametrize("rows", ["global", "local"])

@@ -18,6 +18,9 @@ from grain_shard.state_json import NoState
 from grain_shard.trees import Batch, leaves_of
 
 Rows = Literal["global", "local"]
+# The methods with which an iterator, or the loader that makes it, gives its state and goes to one.
+# The second pair is that of PyTorch's and Hugging Face's loaders.
+_STATE_METHODS = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 
 
 def from_iterable(
@@ -45,15 +48,16 @@ def from_iterable(
             function. A batch is a tree of numpy arrays, or of objects that numpy can convert, such
             as PyTorch's tensors. Every pass asks an iterable for a new iterator, and calls a
             function for a new iterable. An iterator or generator is used as it is. It allows one
-            pass only, unless it has ``get_state`` and ``set_state`` to go back to its beginning.
+            pass only, unless it has a state (see below) with which to go back to its beginning.
             Arrays are copied, so the loader may reuse its buffers.
         rows: The rows that the loader yields on each host. "local": the rows of the host's own
             devices, as from a loader with a sampler for each process. "global": the same whole
             batches on every host. If there is only one host, both are the same, and None is enough.
 
     Returns:
-        A `grain.IterDataset`. Its iterators have a state if the source's iterators have
-        ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do.
+        A `grain.IterDataset`. Its iterators have a state if the source's iterators, or the source
+        itself, have ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do,
+        or ``state_dict`` and ``load_state_dict``, as a ``StatefulDataLoader`` of torchdata does.
 
     Raises:
         ShardingError: `rows` has another value, or the source is a Grain dataset.
@@ -87,6 +91,7 @@ class IterableBatches(grain.IterDataset):
             whole batches; None if the user did not say.
 
     Attributes:
+        source: The argument `source`.
         has_begun: True once a batch was asked for.
         in_use: A lock that is held while the source yields a batch, or its state is read or set.
         has_one_pass: True if the source is itself an iterator, which all passes share.
@@ -94,14 +99,14 @@ class IterableBatches(grain.IterDataset):
 
     def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
-        self._source = source
+        self.source: Any = source
         self.rows: Rows | None = rows
         self.has_begun: bool = False
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
-        self._can_go_back = self.has_one_pass and _is_stateful(source)
         # If the source can go back to its beginning, further passes are possible.
-        self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
+        self._methods = _state_methods(source) if self.has_one_pass else None
+        self._beginning = self._methods and copy.deepcopy(self._methods[0]())
 
     def require_new_pass(self) -> None:
         """Raises an error if no further pass over the source is possible.
@@ -110,7 +115,7 @@ class IterableBatches(grain.IterDataset):
             ShardingError: The source is an iterator that cannot go back to its beginning, and a
                 pass over it has begun.
         """
-        if self.has_begun and self.has_one_pass and not self._can_go_back:
+        if self.has_begun and self.has_one_pass and self._methods is None:
             raise ShardingError(
                 f"{self} can be iterated over only once, and a first pass has begun. A second pass"
                 " would miss the batches of the first.",
@@ -123,56 +128,69 @@ class IterableBatches(grain.IterDataset):
 
     def __str__(self) -> str:
         rows = f", rows={self.rows!r}" if self.rows else ""
-        return f"from_iterable({type(self._source).__name__}{rows})"
+        return f"from_iterable({type(self.source).__name__}{rows})"
 
     def __iter__(self) -> grain.DatasetIterator:
         self.require_new_pass()
-        if self.has_begun and self._can_go_back:
+        if self.has_begun and self._methods is not None:
             with self.in_use:
-                self._source.set_state(copy.deepcopy(self._beginning))
-        iterable = hasattr(self._source, "__iter__") or hasattr(self._source, "__getitem__")
-        iterator = iter(self._source if iterable else self._source())
-        name = type(self._source if iterable else iterator).__name__
-        return _Batches(iterator, name, self, is_own=iterator is not self._source)
+                self._methods[1](copy.deepcopy(self._beginning))
+        iterable = hasattr(self.source, "__iter__") or hasattr(self.source, "__getitem__")
+        loader = self.source if iterable else self.source()
+        name = type(self.source if iterable else iter(loader)).__name__
+        return _Batches(loader, name, self)
 
 
 class _Batches(grain.DatasetIterator):
-    """Adapts any iterator to the interface of Grain's iterators.
+    """Adapts the iterator of a loader to the interface of Grain's iterators.
 
     Args:
-        iterator: The iterator to adapt.
+        loader: The loader, which makes the iterator.
         name: Name of the source in messages.
         ds: The dataset. Its lock `in_use` is held during ``next``, ``get_state`` and ``set_state``,
             because two threads may call an iterator of the user: after ``set_state``, the old
             thread may still be inside ``next`` when a new thread begins.
-        is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 
-    def __init__(self, iterator: Iterator[Batch], name: str, ds: IterableBatches, *, is_own: bool):
+    def __init__(self, loader: Any, name: str, ds: IterableBatches):
         super().__init__()
-        self._iterator: Any = iterator
-        self._name, self._ds, self._in_use = name, ds, ds.in_use
-        self._stateful = _is_stateful(iterator)
+        self._loader, self._name, self._ds, self._in_use = loader, name, ds, ds.in_use
+        self._iterator: Any = iter(loader)
+        self._methods = _state_methods(self._iterator)
+        self._is_loaders = self._methods is None  # True if the state is that of the loader
+        if self._is_loaders:
+            self._methods = _state_methods(loader)
+        self._loaded: Any = None  # a state of the loader that was set, before the next batch
         # A user's iterator with a state is left open, because the user may restore its state and go
         # on.
-        self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
+        is_own = self._iterator is not ds.source
+        self._to_close = hasattr(self._iterator, "close") and (is_own or self._methods is None)
 
     def __next__(self) -> Batch:
         self._ds.has_begun = True
         # The arrays are copied under the lock, because the next call may overwrite them.
         with self._in_use:
-            leaves, structure = leaves_of(next(self._iterator))
+            batch, self._loaded = next(self._iterator), None
+            leaves, structure = leaves_of(batch)
             return owned(structure.unflatten(map(_as_numpy, leaves)))
 
     def get_state(self) -> Any:
+        if self._methods is None:
+            return NoState(self._name)
         with self._in_use:
-            return self._iterator.get_state() if self._stateful else NoState(self._name)
+            return self._methods[0]() if self._loaded is None else self._loaded
 
     def set_state(self, state: Any) -> None:
-        if not self._stateful:
+        if self._methods is None:
             NoState(self._name).refuse()
         with self._in_use:
-            self._iterator.set_state(state)
+            if self._is_loaders:
+                # A loader goes to a state when its next iterator begins. Until then it may return
+                # another state.
+                self._loaded = copy.deepcopy(state)
+            self._methods[1](state)
+            if self._is_loaders:
+                self._iterator = iter(self._loader)
 
     def close(self) -> None:
         closes, self._to_close = self._to_close, False  # Grain closes again in its __del__
@@ -180,8 +198,13 @@ class _Batches(grain.DatasetIterator):
             self._iterator.close()
 
 
-def _is_stateful(iterator: Any) -> bool:
-    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+def _state_methods(of: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Returns the methods that give and set the state of an iterator or loader, if it has them."""
+    for names in _STATE_METHODS:
+        get, set_ = (getattr(of, name, None) for name in names)
+        if callable(get) and callable(set_):
+            return get, set_
+    return None
 
 
 def _as_numpy(leaf: Any) -> Any:
