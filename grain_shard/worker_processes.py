@@ -58,10 +58,6 @@ _ON_DEVICES = {
 _ALIGNMENT = 64
 # Signals to a whole job. The training script decides what they mean, so the workers ignore them.
 _TO_THE_JOB = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-# The iterators of Grain whose workers run. At the end of the program Grain closes an iterator only
-# if the iterator still exists. Else `multiprocessing` would send SIGTERM, which workers ignore, and
-# wait for ever.
-_running = set[grain.DatasetIterator]()
 
 
 class WorkerProcesses(Producer[Any]):
@@ -118,14 +114,12 @@ class WorkerProcesses(Producer[Any]):
         let_grain_read_its_flags()
         share = _Share(self._world, pickled(self._make))
         self._elements = elements = iter(share.mp_prefetch(self._options, _begin_worker))
-        _running.add(elements)
         return elements
 
     def close(self) -> None:
         """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
         if elements is not None:
-            _running.discard(elements)
             with noting("while closing the worker processes"):
                 elements.close()
             # The frames of an error refer to frames of Grain's threads, whose variables may hold

@@ -151,7 +151,9 @@ def sees(i):
         config.jax_default_prng_impl, config.jax_threefry_partitionable,
         str(config.jax_default_device).split(":")[0], np.geterr()["divide"],
     ]
-    return {"seen": json.dumps(seen), "backend": xla_bridge.backends_are_initialized()}
+    # A worker learns its world without a device.
+    assert multiprocessing.parent_process() is None or not xla_bridge.backends_are_initialized()
+    return {"seen": json.dumps(seen)}
 
 def make_feed(feed):
     return grain.MapDataset.range(4).map(sees).to_iter_dataset()
@@ -180,9 +182,7 @@ def main(_):
                 records.shard_to(device, executor=processes),
                 feeds.shard_to(device, num_workers=2),
             ):
-                batches = list(ds)
-                assert not any(np.asarray(batch["backend"]).any() for batch in batches)
-                print(*{row for batch in batches for row in batch["seen"]})
+                print(*{row for batch in ds for row in batch["seen"]})
 
 if __name__ == "__main__":
     app.run(main)
@@ -208,7 +208,8 @@ GROUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SI
 def decode(i):
     program = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     program.terminate()  # reaches it, although the worker ignores such a signal
-    return {"id": np.int32(i), "status": np.int32(program.wait())}
+    assert program.wait() < 0
+    return {"id": np.int32(i)}
 
 def make_feed(feed):
     return grain.MapDataset.range(400).map(decode)[feed.shard_index::2].to_iter_dataset()
@@ -233,13 +234,13 @@ if __name__ == "__main__":
                 to_the_group()
         signals = threading.Thread(target=while_they_start)
         signals.start()
-        first = next(batches)
+        next(batches)
         started.set()
         signals.join()
-        assert (first["status"] < 0).all()
         for _ in range(20):  # more than were made before the signals
             to_the_group()
             next(batches)
+        batches.close()
     assert set(got) == set(GROUP)
     print("trained on")
 """
