@@ -23,6 +23,7 @@ from .sharding.sharding_tree import ShardingTree as ShardingTree
 from .sources.array_record_source import ArrayRecordSource as ArrayRecordSource
 from .sources.array_source import ArraySource as ArraySource
 from .sources.mix import mix as mix
+from .tools.checking.check import check as check
 from .tools.measuring.profiling import profile as profile
 from .tools.planning.plan import plan as plan
 from .tools.planning.topology import hosts_mesh as hosts_mesh

@@ -63,7 +63,10 @@ NO_SECONDS = "is not a positive number of seconds."
         (f"{TWO} data=2 --compile a.py {SIZES}", "'a.py' does not have the form train.py:build. "),
         (f"{TWO} data=2 --compile :f {SIZES}", "':f' does not have the form train.py:build. "),
         (f"{TWO} data=2 --compile no.py:f {SIZES}", "--compile: there is no file 'no.py'. "),
+        ("check train --seconds 0", f"argument --seconds: '0' {NO_SECONDS}"),
         # Words that are understood, but do not go together.
+        ("check train", "grain_shard check: 'train' does not have the form module:function."),
+        ("check nowhere:f", "grain_shard check: there is no module 'nowhere' in "),
         ("rehearse --hosts 2 .", "grain_shard rehearse: there is no script '.'."),
         ("rehearse --hosts 2 nowhere.py", "grain_shard rehearse: there is no script 'nowhere.py'."),
         (f"plan --hosts 2 --mesh data=2 {SIZES}", "--devices-per-host belong together. Remedy: "),

@@ -38,7 +38,7 @@ from grain_shard.worker_processes import WorkerProcesses
 
 # A dataset with more batches than this counts as endless. ``.repeat()`` without a number has
 # `sys.maxsize` records, so ``.repeat().batch(B)`` has `sys.maxsize / B` batches.
-_ENDLESS = sys.maxsize >> 24
+ENDLESS = sys.maxsize >> 24
 
 
 class RandomAccess(HostBatches):
@@ -68,7 +68,7 @@ class RandomAccess(HostBatches):
         return self._batching.num_batches()
 
     def repeated(self, times: int) -> RandomAccess:
-        if self._batching.num_batches() > _ENDLESS:
+        if self._batching.num_batches() > ENDLESS:
             raise ShardingError(
                 f"the dataset repeats without an end, so ds.epochs({times}) would never reach a"
                 " second epoch.",

@@ -59,6 +59,19 @@ _SEVERAL = "one of several threads that read at the same time"
 # Most characters of a value in a message.
 _SHOWN = 60
 
+# The remedies for a record that several threads read wrongly, or that another process does.
+REMEDY_OF_RACES = (
+    "the source, or a function of .map, is not safe for several threads: hold a"
+    " threading.Lock() around its reads, read with os.pread, or keep a file for each thread in"
+    " a threading.local(). Return a new array for each record. Or pass num_threads=1, or"
+    " num_workers=n if the source opens its files in each worker process."
+)
+REMEDY_OF_WORLDS = (
+    "find what differs there: a flag, an environment variable, the working directory, a file"
+    " that was replaced, a global variable that the main script sets, or hash() of a str."
+    " Give it to the source or the function as an argument."
+)
+
 Leaves = dict[str, np.ndarray]  # the leaves of one row, by path
 
 
@@ -119,12 +132,13 @@ def difference(record: int, got: Leaves, alone: Leaves) -> Difference | None:
     """
     for path, value in alone.items():
         other = got.get(path)
-        if other is None or not _same(other, value):
+        if other is None or not same_values(other, value):
             return Difference(record, path, other, value)
     return None
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns True if two arrays have the same dtype, shape and bits, or the same text."""
     if is_text(a) or is_text(b):  # NumPy's text has a width, which is no part of the value
         return a.tolist() == b.tolist()
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
@@ -350,27 +364,17 @@ def _raced(sample: Sample, alone: Mapping[int, Row]) -> Difference | None:
 
 
 def _error(sample: Sample, found: Difference, reader: str, maker: Maker) -> ShardingError:
-    raced = (
-        "the source, or a function of .map, is not safe for several threads: hold a"
-        " threading.Lock() around its reads, read with os.pread, or keep a file for each thread in"
-        " a threading.local(). Return a new array for each record. Or pass num_threads=1, or"
-        " num_workers=n if the source opens its files in each worker process."
-    )
-    elsewhere = (
-        "find what differs there: a flag, an environment variable, the working directory, a file"
-        " that was replaced, a global variable that the main script sets, or hash() of a str."
-        " Give it to the source or the function as an argument."
-    )
     return ShardingError(
-        f"{reader} got {_shown(found.got)} from {sample.name(found.record)}, and one thread that"
-        f" reads alone gets {_shown(found.alone)}, each time.",
+        f"{reader} got {shown(found.got)} from {sample.name(found.record)}, and one thread that"
+        f" reads alone gets {shown(found.alone)}, each time.",
         path=found.path,
         leaf=describe_leaf(found.alone),
-        remedy=raced if maker.has_threads else elsewhere,
+        remedy=REMEDY_OF_RACES if maker.has_threads else REMEDY_OF_WORLDS,
     )
 
 
-def _shown(value: np.ndarray | None) -> str:
+def shown(value: np.ndarray | None) -> str:
+    """Returns the first numbers of an array as text of at most 60 characters."""
     if value is None:
         return "no such leaf"
     text = np.array2string(value, threshold=8, edgeitems=2, separator=", ")

@@ -18,6 +18,11 @@ from grain_shard.tools.arguments import UsageError
 # For each subcommand: its module, and a summary and an example for ``--help``. The module has the
 # functions ``add_arguments(parser)`` and ``main(args) -> int``.
 _SUBCOMMANDS = {
+    "check": (
+        "grain_shard.tools.checking.command",
+        "prove that all readers of a pipeline get the same batches",
+        "python -m grain_shard check train:pipeline",
+    ),
     "demo": (
         "grain_shard.tools.demo.command",
         "train a classifier on real images, from files to a checked result",

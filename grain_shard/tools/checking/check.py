@@ -1,0 +1,362 @@
+"""`check`: the acceptance test of a user's pipeline, before a pod is paid for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from grain_shard.errors import ShardingError, describe_error, describe_mesh, require_int
+from grain_shard.hosts.state_files import RANDOM_ACCESS, STREAM
+from grain_shard.iteration.random_access import ENDLESS
+from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
+from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, Sample, compare
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.tools.checking.reading import Comparison, Difference, Reading, rows_in
+from grain_shard.tools.checking.result import FAILED, Checked, Line
+from grain_shard.tools.checking.variants import (
+    of_host,
+    on_mesh,
+    other_meshes,
+    read_alone,
+    with_options,
+)
+from grain_shard.worker_processes import pickled
+
+# Number of threads that read at the same time, and hosts of the job that are simulated.
+_THREADS, _HOSTS = 16, (2, 4)
+# Threads read a few records many times, for this share of `seconds`, but at most for this long.
+_AGAIN_SHARE, _AGAIN_S = 1 / 60, 1.0
+# The most bytes of the state of a random-access pipeline.
+_STATE_BYTES = 200
+
+_NOT_RANDOM = (
+    "let records depend on their index alone, and return a new array for each. For random values"
+    " use .seed(s) and .random_map(f), and only the generator that f gets. Use no time, counter,"
+    " cache or random module."
+)
+_ON_ITS_OWN = (
+    "let a record depend on its index alone, and not on the records that were read before it, or"
+    " that are read with it. A .map after .batch must give each row the same values in any batch."
+)
+_RESTORES = (
+    "keep no position outside of the pipeline's state: no counter or cache in a function of .map,"
+    " and a complete get_state and set_state in an iterator of your own."
+)
+
+
+def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
+    """Proves that all readers of a pipeline get the same batches: its acceptance test.
+
+    One thread of this process reads some batches alone. Then the same batches are read in other
+    ways, and every bit must be the same: a second time; by the pipeline's own threads, workers or
+    executor; by 16 threads; in a worker process; after a restore of a state that was JSON; on
+    meshes of other sizes; and as 2 and 4 hosts. The batches are the first ones and, with random
+    access, some in the middle and the last ones.
+
+    The check also proves that all records have one shape and dtype, and that a state of random
+    access has less than 200 bytes. A proof that does not apply to the pipeline says why.
+
+    The check reads in one process, which starts a worker process. So a script has to call it under
+    ``if __name__ == "__main__":``.
+
+    Example:
+        >>> import grain, jax
+        >>> import grain_shard
+        >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        >>> records = grain.MapDataset.range(6).map(lambda i: {"x": i}).to_iter_dataset()
+        >>> checked = check(records.filter(lambda record: True).batch(4).shard_to(mesh), seconds=5)
+        >>> [line.found for line in checked.lines if line.name == "2 hosts"]
+        ['ok']
+
+    Args:
+        ds: The dataset that `shard_to` returned.
+        batches: Most batches to read. Of large batches fewer are read, for at most 1 GiB.
+        seconds: Seconds after which no further batch is read. A proof for which time ran out says
+            how many batches it compared.
+
+    Returns:
+        The proofs, one line each. It prints as a table, also in a notebook.
+
+    Raises:
+        ShardingError: A proof failed. The error names the first difference, by record and leaf,
+            and its remedy. Or an argument is not valid, or the mesh has devices of other processes.
+        Exception: The pipeline raised it when one thread read it alone.
+    """
+    checked = run_checks(ds, batches, seconds)
+    if checked.error is not None:
+        raise checked.error
+    return checked
+
+
+def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
+    """Makes all proofs of `check`, and returns them even if one failed."""
+    require_int("batches", batches, 1)
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ShardingError(
+            f"seconds={seconds!r} is not a positive number.",
+            remedy="pass the most seconds that the check may take.",
+        )
+    pipeline = sharded(ds)
+    if pipeline is None:
+        raise ShardingError(
+            f"check got a {type(ds).__name__}, which is no pipeline with a mesh.",
+            remedy="check the dataset that .shard_to(mesh) returned.",
+        )
+    if pipeline.layout.num_hosts > 1:
+        raise ShardingError(
+            f"the mesh has devices of {pipeline.layout.num_hosts} hosts, and check reads in one"
+            " process.",
+            mesh_axes=pipeline.shardings.mesh_axes,
+            remedy="check the pipeline in a job of one process, with a mesh of its devices. Run"
+            " python -m grain_shard rehearse for several hosts.",
+        )
+    return Checked(tuple(_Check(pipeline, batches, seconds).lines()))
+
+
+class _NotMade(Exception):
+    """A proof does not apply, or cannot be made. The text says why."""
+
+
+class _Proof(NamedTuple):
+    """A way to read the batches, which are compared with those that one thread read alone.
+
+    Attributes:
+        name: The way to read.
+        remedy: The change to make if a batch differs.
+        read: Reads the batches, and gives them to the `Comparison`.
+    """
+
+    name: str
+    remedy: str
+    read: Callable[[Comparison], object]
+
+
+class _Check:
+    def __init__(self, ds: ShardedDataset, batches: int, seconds: float):
+        self._ds, self._seconds = ds, seconds
+        self._start = time.monotonic()
+        # All other ways to read together take about as long as ten such readings.
+        self._reading = Reading(read_alone(ds), batches, self._start + seconds / 10)
+        self._samples = list(self._records_of_threads())
+
+    def lines(self) -> Iterator[Line]:
+        """Makes one proof after the other, and yields the lines."""
+        yield self._shapes()
+        proofs = list(self._proofs())
+        for proof in proofs:
+            # The last proof starts a process, so it gets the rest of the time.
+            left_s = self._start + self._seconds - time.monotonic()
+            yield self._line(proof, left_s if proof is proofs[-1] else left_s / 2)
+        yield self._state()
+        yield self._steps()
+
+    def _proofs(self) -> Iterator[_Proof]:
+        ds, reading = self._ds, self._reading
+
+        def again(comparison: Comparison) -> None:
+            comparison.read(read_alone(ds), reading.parts)
+
+        def own(comparison: Comparison) -> None:
+            comparison.read(with_options(ds), reading.parts)
+
+        def threads(comparison: Comparison) -> None:
+            if ds.host.kind == STREAM:
+                raise _NotMade("does not apply: the ReadOptions of a stream set its threads")
+            self._require_threads()
+            comparison.read(with_options(ds, num_threads=_THREADS), reading.parts)
+
+        def worker(comparison: Comparison) -> None:
+            self._require_pickled()
+            options = {"num_workers": 1, "executor": None}
+            comparison.read(with_options(ds, **options), reading.parts)
+
+        def restore(comparison: Comparison) -> None:
+            parts = reading.restores()
+            if not parts:
+                raise _NotMade("does not apply: an iterator of the stream has no state")
+            comparison.read(read_alone(ds), parts)
+
+        yield _Proof("read twice, by one thread", _NOT_RANDOM, again)
+        remedy = REMEDY_OF_RACES if self._samples else REMEDY_OF_WORLDS
+        yield _Proof(self._own_way(), remedy, own)
+        yield _Proof(f"{_THREADS} threads", REMEDY_OF_RACES, threads)
+        yield _Proof("a few records, many times", REMEDY_OF_RACES, self._many_times)
+        yield _Proof("a restore, through JSON", _RESTORES, restore)
+        meshes = other_meshes(ds, reading.batch_rows)
+        for shardings in meshes:
+
+            def moved(comparison: Comparison, shardings: Any = shardings) -> None:
+                comparison.read(on_mesh(ds, shardings), reading.parts)
+
+            yield _Proof(f"mesh {describe_mesh(shardings.mesh_axes)}", _ON_ITS_OWN, moved)
+        if not meshes:
+            yield _Proof("another mesh", "", self._no_mesh)
+        for hosts in _HOSTS:
+            yield _Proof(f"{hosts} hosts", _ON_ITS_OWN, self._as_hosts(hosts))
+        yield _Proof("a worker process", REMEDY_OF_WORLDS, worker)
+
+    def _own_way(self) -> str:
+        settings = self._ds.settings
+        if settings.executor is not None:
+            return f"the pipeline's {type(settings.executor).__name__}"
+        if settings.num_workers:
+            return f"the pipeline's {settings.num_workers} worker processes"
+        if self._ds.host.kind == STREAM:
+            return "the pipeline's buffers"
+        return f"the pipeline's {settings.num_threads or 'own'} threads"
+
+    def _line(self, proof: _Proof, left_s: float) -> Line:
+        if left_s < 0:
+            return Line(proof.name, "", f"not checked: {self._seconds:g} s were over")
+        comparison = Comparison(self._reading, time.monotonic() + left_s)
+        try:
+            self._require_another_pass()
+            proof.read(comparison)
+        except _NotMade as why:
+            return Line(proof.name, "", str(why))
+        except Exception as error:
+            return Line(proof.name, str(comparison), FAILED, self._raised(proof, error))
+        if comparison.found is not None and comparison.step is not None:
+            error = self._differs(proof, comparison.step, comparison.found)
+            return Line(proof.name, str(comparison), FAILED, error)
+        return Line(proof.name, str(comparison))
+
+    def _raised(self, proof: _Proof, error: Exception) -> ShardingError:
+        is_ours = isinstance(error, ShardingError)
+        raised = ShardingError(
+            f"{proof.name}: {error.problem if is_ours else describe_error(error)}",
+            path=error.path if is_ours else None,
+            leaf=error.leaf if is_ours else None,
+            mesh_axes=self._ds.shardings.mesh_axes,
+            remedy=error.remedy if is_ours else f"one thread alone reads this. {proof.remedy}",
+        )
+        raised.__cause__ = error
+        return raised
+
+    def _differs(self, proof: _Proof, step: int, found: Difference) -> ShardingError:
+        name, remedy = proof.name, proof.remedy
+        if remedy is not _NOT_RANDOM and not self._is_steady():
+            remedy = _NOT_RANDOM
+        return ShardingError(
+            f"{name}: {self._reading.name(step, found.row)} was {found.got}. One thread that read"
+            f" alone got {found.alone}.",
+            path=found.path,
+            leaf=found.leaf or None,
+            mesh_axes=self._ds.shardings.mesh_axes,
+            remedy=remedy,
+        )
+
+    def _is_steady(self) -> bool:
+        """Returns True if one thread that reads alone still gets the same batches."""
+        again = Comparison(self._reading, time.monotonic() + self._seconds / 10)
+        try:
+            again.read(read_alone(self._ds), self._reading.parts)
+        except Exception:  # one thread alone read these batches before
+            return False
+        return again.found is None
+
+    def _require_another_pass(self) -> None:
+        try:
+            self._ds.host.require_new_pass()
+        except ShardingError as error:
+            raise _NotMade(f"does not apply: {error.problem}") from None
+
+    def _records_of_threads(self) -> Iterator[Sample]:
+        """Yields a few records of each part; none if no several threads read the records."""
+        host = self._ds.host
+        with contextlib.suppress(ShardingError):  # the source allows no other pass
+            host.require_new_pass()
+            for steps, _ in self._reading.parts:
+                start = steps.start
+                opened = host.open(host.position_at(step=start, record=None) if start else None)
+                opened.batches.close()
+                if opened.reread is not None and opened.reread.maker.has_threads:
+                    yield opened.reread.sample()
+
+    def _require_threads(self) -> None:
+        if not self._samples:
+            raise _NotMade("does not apply: one thread at a time reads the records")
+
+    def _require_pickled(self) -> None:
+        if self._ds.settings.num_workers:
+            raise _NotMade("does not apply: the pipeline reads in worker processes")
+        if self._ds.host.kind == STREAM:
+            raise _NotMade("does not apply: a stream has no num_workers")
+        try:
+            pickled(self._ds.parents[0])
+        except ShardingError as error:
+            raise _NotMade(f"not checked: {error.problem}") from None
+
+    def _no_mesh(self, comparison: Comparison) -> None:
+        raise _NotMade("not checked: a batch fits on no mesh of another size")
+
+    def _many_times(self, comparison: Comparison) -> None:
+        self._require_threads()
+        until = time.monotonic() + min(_AGAIN_S, self._seconds * _AGAIN_SHARE)
+        for sample in itertools.cycle(self._samples):
+            compare(sample, {}, Maker("a reading thread", True), lambda: None)
+            comparison.rows += len(sample.indices)
+            if time.monotonic() > until:
+                break
+
+    def _as_hosts(self, hosts: int) -> Callable[[Comparison], None]:
+        ds = self._ds
+
+        def read(comparison: Comparison) -> None:
+            if ds.settings.rows == "local":
+                raise _NotMade("does not apply: each host reads a slice of its own")
+            microbatches = ds.shardings.microbatches or 1
+            layouts = [
+                BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts, microbatches)
+                for host in range(hosts)
+            ]
+            if self._reading.batch_rows % layouts[0].multiple:
+                raise _NotMade(
+                    f"not checked: a batch of {self._reading.batch_rows} rows has no {hosts} parts"
+                )
+            for layout in layouts:
+                if not comparison.read_host(of_host(read_alone(ds), layout).host, layout):
+                    break
+
+        return read
+
+    def _shapes(self) -> Line:
+        # The thread that placed these batches has refused a row of another shape or dtype.
+        reading = self._reading
+        count, rows = len(reading.batches), sum(map(rows_in, reading.batches.values()))
+        cut = f" of {reading.planned:,}" if count < reading.planned else ""
+        steps = ", ".join(f"{part.steps.start:,}:{part.steps.stop:,}" for part in reading.parts)
+        compared = f"{count:,}{cut} batches ({steps}), {rows:,} rows"
+        return Line("shapes and dtypes of the records", compared)
+
+    def _state(self) -> Line:
+        states = [*self._reading.states.values(), self._reading.last_state]
+        sizes = [len(state) for state in states if state is not None]
+        if not sizes:
+            return Line("the state", "", "does not apply: an iterator of the stream has no state")
+        name, compared = "the state", f"{len(sizes):,} states, {max(sizes):,} bytes"
+        if self._ds.host.kind != RANDOM_ACCESS or max(sizes) < _STATE_BYTES:
+            return Line(name, compared)
+        error = ShardingError(
+            f"the state has {max(sizes):,} bytes, and {_STATE_BYTES} are allowed: {states[-1]}.",
+            remedy="give the source a shorter name in its __repr__.",
+        )
+        return Line(name, compared, FAILED, error)
+
+    def _steps(self) -> Line:
+        batches, name = self._ds.num_batches(), "the number of steps"
+        if batches is None:
+            return Line(name, "", "does not apply: unknown until the stream ends")
+        if batches > ENDLESS:
+            return Line(name, "", "does not apply: the dataset repeats without an end")
+        compared = f"{batches:,} steps in a pass"
+        if not self._reading.ends_late:
+            return Line(name, compared)
+        error = ShardingError(
+            f"a batch came after the last of {batches:,} batches.",
+            remedy="give the source a __len__ that is its number of records.",
+        )
+        return Line(name, compared, FAILED, error)

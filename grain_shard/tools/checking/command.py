@@ -1,0 +1,72 @@
+"""``python -m grain_shard check``: the acceptance test of a pipeline, for CI."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+from grain_shard.iteration.sharded_dataset import sharded
+from grain_shard.tools.arguments import UsageError, positive_integer, positive_seconds
+from grain_shard.tools.checking.check import run_checks
+from grain_shard.tools.showing.tables import to_screen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``check`` to its parser."""
+    parser.description = (
+        "Prove that all readers of a pipeline get the same batches: threads, a worker process,"
+        " other hosts and meshes, and a restored run."
+    )
+    add = parser.add_argument
+    pipeline = "module and name of a dataset after .shard_to, or of a function that returns one"
+    add("pipeline", metavar="MODULE:FUNCTION", help=pipeline)
+    most = "most batches to read (default: 20)"
+    add("--batches", type=positive_integer, metavar="N", default=20, help=most)
+    time = "seconds after which no further batch is read (default: 60)"
+    add("--seconds", type=positive_seconds, metavar="SECONDS", default=60.0, help=time)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Checks a pipeline, prints the table, and returns the exit code 0.
+
+    Raises:
+        UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
+        ShardingError: A proof failed.
+    """
+    checked = run_checks(_load(args.pipeline), args.batches, args.seconds)
+    to_screen(checked)
+    if checked.error is not None:
+        raise checked.error
+    return 0
+
+
+def _load(text: str) -> Any:
+    """Returns the dataset that ``module:function`` names.
+
+    Raises:
+        UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise UsageError(f"{text!r} does not have the form module:function.")
+    if (folder := os.getcwd()) not in sys.path:  # the script `grain-shard` does not add it
+        sys.path.insert(0, folder)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"there is no module {error.name!r} in {folder} or in the installed packages."
+        ) from None
+    if not hasattr(found, name):
+        raise UsageError(f"the module {module!r} has no {name!r}.")
+    made = getattr(found, name)
+    if sharded(made) is None and callable(made):
+        made = made()
+    if sharded(made) is None:
+        raise UsageError(f"{text} is a {type(made).__name__}, not a dataset after .shard_to(mesh).")
+    return made

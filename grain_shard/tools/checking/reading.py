@@ -1,0 +1,325 @@
+"""The batches that one thread read alone, and their comparison with other ways to read them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grain_shard.errors import ShardingError, StateError, describe_leaf
+from grain_shard.iteration.host_batches import HostBatches
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.random_access import ENDLESS
+from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.rereads import same_values, shown
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.trees import Batch, flatten, is_text
+
+# Most bytes of batches to keep for the comparison; but at least this many batches are kept.
+_BYTES, _LEAST = 2**30, 3
+# An endless pipeline counts as one with this many batches.
+_FAR = 10_000
+
+Leaves = Mapping[str, np.ndarray]  # the leaves of a batch by path: [rows, ...], or scalars
+
+
+def leaves_of(batch: Batch, row_dims: int = 1) -> Leaves:
+    """Returns the leaves of a batch as arrays in host memory, without a dim of microbatches.
+
+    Args:
+        batch: A batch, on devices or on the host. Numbers on the host get the dtype that they would
+            have on a device.
+        row_dims: Number of leading dims that count rows.
+    """
+    paths, leaves, _ = flatten(jax.device_get(batch))
+    found: dict[str, np.ndarray] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        array = np.asarray(leaf)
+        if not is_text(array):
+            array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        found[path] = array.reshape(-1, *array.shape[row_dims:]) if array.ndim else array
+    return found
+
+
+def rows_in(leaves: Leaves) -> int:
+    """Returns the number of rows of a batch."""
+    return next((len(array) for array in leaves.values() if array.ndim), 0)
+
+
+class Difference(NamedTuple):
+    """The first difference between two readings of one batch.
+
+    Attributes:
+        path: Path of the leaf.
+        row: Row of the batch; None if the whole leaf differs, in shape or dtype.
+        got: The value of one reading, as text.
+        alone: The value that one thread got that read alone, as text.
+        leaf: Dtype and shape of the leaf.
+    """
+
+    path: str
+    row: int | None
+    got: str
+    alone: str
+    leaf: str
+
+
+def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Difference | None:
+    """Returns the first difference between two readings of a batch; None if they are the same.
+
+    Args:
+        got: The leaves of one reading.
+        alone: The leaves of the other reading.
+        rows: int64[n], the rows of the batch that `got` has, ascending; None for all.
+    """
+    for path in dict.fromkeys([*alone, *got]):
+        a, b = got.get(path), alone.get(path)
+        if a is None or b is None:
+            present = describe_leaf(b if a is None else a)
+            texts = ("no such leaf", present) if a is None else (present, "no such leaf")
+            return Difference(path, None, *texts, present)
+        if rows is not None and b.ndim:
+            b = b[rows]
+        if same_values(a, b):
+            continue
+        is_like = a.shape == b.shape and (a.dtype == b.dtype or (is_text(a) and is_text(b)))
+        if not is_like:
+            return Difference(path, None, describe_leaf(a), describe_leaf(b), describe_leaf(b))
+        if not a.ndim:
+            return Difference(path, None, shown(a), shown(b), describe_leaf(b))
+        row = next(i for i in range(len(a)) if not same_values(a[i : i + 1], b[i : i + 1]))
+        of_batch = row if rows is None else int(rows[row])
+        return Difference(path, of_batch, shown(a[row]), shown(b[row]), describe_leaf(b))
+    return None
+
+
+class Part(NamedTuple):
+    """Some batches in a row, and the way to them.
+
+    Attributes:
+        steps: Numbers of the batches.
+        go: Brings an iterator to the first of them.
+    """
+
+    steps: range
+    go: Callable[[ShardedIterator], object]
+
+
+class Reading:
+    """Some batches of a pipeline, read by one thread that reads alone, with the states before them.
+
+    Args:
+        alone: The pipeline.
+        most: Most batches to read. If a batch is large, fewer are read.
+        until: Time of `time.monotonic` after which no further batch is read.
+
+    Attributes:
+        batches: The leaves of each batch, by its number.
+        states: The state before each batch, as JSON; None if the pipeline has no state.
+        parts: The batches that were read: the first ones, the last ones, and some in the middle.
+        planned: Number of batches that were to be read.
+        ends_late: True if a batch came after the last one.
+
+    Raises:
+        ShardingError: The pipeline has no batch, or ends before its last batch.
+    """
+
+    def __init__(self, alone: ShardedDataset, most: int, until: float):
+        self.batches: dict[int, Leaves] = {}
+        self.states: dict[int, str | None] = {}
+        self.ends_late: bool = False
+        self.parts: list[Part] = []
+        num_batches, row_dims = alone.num_batches(), alone.row_dims
+        with iter(alone) as batches:
+            first = self._take(batches, 0, row_dims)
+            if first is None:
+                raise ShardingError(
+                    "the pipeline has no batch to check.",
+                    remedy="check that the source has records, and that a .filter keeps some.",
+                )
+            size = sum(array.nbytes for array in first.values()) or 1
+            windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
+            self.planned = sum(map(len, windows))
+            for window in windows:
+                stop, go = window.start, _seek(window.start)
+                for step in window:
+                    if step == 0:
+                        stop = 1
+                        continue
+                    if time.monotonic() > until:
+                        break
+                    if step == window.start:
+                        go(batches)
+                    if self._take(batches, step, row_dims) is None:
+                        self._end(step, num_batches)
+                        break
+                    stop = step + 1
+                    if stop == num_batches:
+                        self.ends_late = next(batches, None) is not None
+                if stop > window.start:
+                    self.parts.append(Part(range(window.start, stop), go))
+            # The state after the last batch has all fields.
+            self.last_state: str | None = _state(batches)
+
+    def _take(self, batches: ShardedIterator, step: int, row_dims: int) -> Leaves | None:
+        state, batch = _state(batches), next(batches, None)
+        if batch is None:
+            return None
+        self.batches[step], self.states[step] = leaves_of(batch, row_dims), state
+        return self.batches[step]
+
+    def _end(self, step: int, num_batches: int | None) -> None:
+        if num_batches is not None:
+            raise ShardingError(
+                f"the batches end after {step:,}, and len(ds) is {num_batches:,}.",
+                remedy="give the source a __len__ that is its number of records.",
+            )
+        self.planned = step
+
+    @property
+    def batch_rows(self) -> int:
+        """Number of rows of the first batch, with padding."""
+        return rows_in(self.batches[0])
+
+    def name(self, step: int, row: int | None) -> str:
+        """Returns the name of a row, or of a batch, in messages."""
+        batch, text = f"batch {step:,}", self.states[step]
+        state = {} if text is None else json.loads(text)
+        if row is None or "record" not in state:
+            return batch if row is None else f"row {row:,} of {batch}"
+        record = state["record"] + row
+        return f"record {record:,} of epoch {state['epoch']} (row {row:,} of {batch})"
+
+    def restores(self) -> list[Part]:
+        """Returns the second half of each part, with a restored state, through JSON."""
+        found: list[Part] = []
+        for steps, _ in self.parts:
+            half = steps[len(steps) // 2 :]
+            if (state := self.states[half.start]) is not None:
+                found.append(Part(half, _restore(state)))
+        return found
+
+
+def _state(batches: ShardedIterator) -> str | None:
+    try:
+        return json.dumps(batches.get_state())
+    except StateError:
+        return None
+
+
+def _seek(step: int) -> Callable[[ShardedIterator], object]:
+    return lambda batches: batches.seek(step) if step else None
+
+
+def _restore(state: str) -> Callable[[ShardedIterator], object]:
+    return lambda batches: batches.set_state(json.loads(state))
+
+
+def _windows(num_batches: int | None, most: int) -> list[range]:
+    """Returns the numbers of the first batches, of the last ones, and of some in the middle.
+
+    Args:
+        num_batches: Number of batches; None if unknown, which allows only the first ones.
+        most: Most batches.
+    """
+    if num_batches is None or num_batches <= most:
+        return [range(most if num_batches is None else num_batches)]
+    end = min(num_batches, _FAR) if num_batches > ENDLESS else num_batches
+    last, middle = most // 4, most // 4
+    first = most - last - middle
+    start = min(max(first, (end - middle) // 2), end - last - middle)
+    windows = range(first), range(end - last, end), range(start, start + middle)
+    return [window for window in windows if window]
+
+
+class Comparison:
+    """Compares batches with those that one thread read alone, until one differs or time is over.
+
+    Args:
+        reading: The batches that one thread read alone.
+        until: Time of `time.monotonic` after which no further batch is read.
+
+    Attributes:
+        step: The number of the batch that differs; None if none differs.
+        found: The difference.
+        batches: Number of batches that were compared.
+        rows: Number of rows that were compared.
+        planned: Number of batches to compare.
+    """
+
+    def __init__(self, reading: Reading, until: float):
+        self.reading, self.until = reading, until
+        self.step: int | None = None
+        self.found: Difference | None = None
+        self.batches = self.rows = self.planned = 0
+
+    def add(self, step: int, leaves: Leaves | None, rows: np.ndarray | None = None) -> bool:
+        """Compares one batch; returns True if the next one is to be read.
+
+        Args:
+            step: The number of the batch.
+            leaves: Its leaves; None if the pipeline ended.
+            rows: The rows of the batch that are in `leaves`; None for all.
+        """
+        alone = self.reading.batches[step]
+        if leaves is None:
+            self.found = Difference("batch", None, "the end", "a batch", "")
+        else:
+            self.found = difference(leaves, alone, rows)
+            self.rows += rows_in(leaves)
+        self.batches += 1
+        self.step = None if self.found is None else step
+        return self.found is None and time.monotonic() < self.until
+
+    def read(self, ds: ShardedDataset, parts: Sequence[Part]) -> None:
+        """Reads parts of a pipeline, and compares them."""
+        self.planned = sum(len(steps) for steps, _ in parts)
+        with iter(ds) as batches:
+            for steps, go in parts:
+                go(batches)
+                for step in steps:
+                    batch: Any = next(batches, None)
+                    leaves = None if batch is None else leaves_of(batch, ds.row_dims)
+                    del batch
+                    if not self.add(step, leaves):
+                        return
+
+    def read_host(self, host: HostBatches, layout: BatchLayout) -> bool:
+        """Reads the batches of one host, and compares them with its rows of the global batches.
+
+        Args:
+            host: The batches of the host.
+            layout: The rows that the host holds.
+
+        Returns:
+            True if the batches of the next host are to be read.
+        """
+        full = self.reading.batch_rows
+        for steps, _ in self.reading.parts:
+            self.planned += len(steps)
+            start = host.position_at(step=steps.start, record=None) if steps.start else None
+            opened = host.open(start)
+            try:
+                for step in steps:
+                    item = next(opened.batches, None)
+                    if item is None and host.ends_by_vote:
+                        break  # other hosts have rows, and this host would add padding
+                    num_rows = rows_in(self.reading.batches[step])
+                    # Without padding, a short batch has the first of the rows of a full one.
+                    rows = layout.rows(num_rows if host.host_batch_sizes else full)
+                    leaves = None if item is None else leaves_of(item[0])
+                    if not self.add(step, leaves, rows[rows < num_rows]):
+                        return False
+            finally:
+                opened.batches.close()
+        return True
+
+    def __str__(self) -> str:
+        if not self.batches:
+            return f"{self.rows:,} records" if self.rows else ""
+        cut = f" of {self.planned:,}" if self.batches < self.planned else ""
+        return f"{self.batches:,}{cut} batches, {self.rows:,} rows"

@@ -1,0 +1,126 @@
+"""The user's pipeline with other options: other threads, workers, hosts or meshes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.stream_dataset import StreamDataset
+from grain_shard.sharding.layout import BatchLayout, batch_axes
+from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.specs import num_shards
+from grain_shard.transforms.device_put import DevicePut
+from grain_shard.transforms.shard_batch import ShardBatch
+from grain_shard.transforms.stage import Stage
+
+_MOST_MESHES = 2
+
+
+def with_options(ds: ShardedDataset, **options: Any) -> ShardedDataset:
+    """Returns the same pipeline with other fields of `Settings`."""
+    return _placed(ds, ds.parents[0], **options)
+
+
+def read_alone(ds: ShardedDataset) -> ShardedDataset:
+    """Returns the same pipeline, read by one thread of this process, which reads little ahead."""
+    alone = with_options(
+        ds,
+        num_threads=1,
+        num_workers=0,
+        executor=None,
+        cpu_buffer_size=1,
+        device_buffer_size=1,
+    )
+    # A second thread would read records again, beside the thread that reads alone.
+    alone.contents.is_reread = True
+    return alone
+
+
+def of_host(ds: ShardedDataset, layout: BatchLayout) -> ShardedDataset:
+    """Returns the pipeline whose `host` has the batches of another host. Do not iterate over it.
+
+    Raises:
+        ShardingError: The shards of the layout do not divide the batch.
+    """
+    return _placed(ds, _OfHost(layout)(ds.parents[0]))
+
+
+def on_mesh(ds: ShardedDataset, shardings: ShardingTree) -> ShardedDataset:
+    """Returns the same pipeline with its batches on another mesh of this process.
+
+    Raises:
+        ShardingError: The shards of the mesh do not divide the batch.
+    """
+    kept = _OfHost(shardings.layout())(ds.parents[0])
+    return read_alone(_placed(ds, kept, shardings=shardings, final_shardings=None))
+
+
+def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
+    """Returns the shardings on other meshes: that with the fewest devices and that with the most.
+
+    Only the size of the first mesh axis that shards the rows is changed. The result is empty if no
+    mesh axis shards the rows, or if this axis also shards another dim.
+
+    Args:
+        ds: The pipeline.
+        batch_rows: Number of rows of a batch, with padding. All shards must divide it.
+    """
+    target = ds.shardings
+    named = target.named()
+    axis = next((axis for s in named for axis in batch_axes(s.spec)[:1]), None)
+    if axis is None or any(axis in jax.tree.leaves(tuple(s.spec)[1:]) for s in named):
+        return []
+    mesh = cast(Mesh, max(named, key=num_shards).mesh)
+    first, others = mesh.devices.flat[0], math.prod(mesh.devices.shape) // mesh.shape[axis]
+    devices = jax.local_devices(backend=first.platform)
+    found: list[ShardingTree] = []
+    for size in range(1, len(devices) // others + 1):
+        if size != mesh.shape[axis]:
+            moved = _resized(target, axis, size, devices)
+            if batch_rows % moved.layout().multiple == 0:
+                found.append(moved)
+    return found if len(found) <= _MOST_MESHES else [found[0], found[-1]]
+
+
+def _resized(target: ShardingTree, axis: str, size: int, devices: list[Any]) -> ShardingTree:
+    def moved(sharding: Any) -> Any:
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        mesh = cast(Mesh, sharding.mesh)
+        shape = [size if name == axis else mesh.shape[name] for name in mesh.axis_names]
+        chosen = np.array(devices[: math.prod(shape)]).reshape(shape)
+        return NamedSharding(Mesh(chosen, mesh.axis_names, mesh.axis_types), sharding.spec)
+
+    return replace(target, prefix=jax.tree.map(moved, target.prefix))
+
+
+def _placed(ds: ShardedDataset, parent: Any, **options: Any) -> ShardedDataset:
+    return replace(cast(DevicePut, ds.settings), **options)(parent)
+
+
+@dataclass(frozen=True)
+class _OfHost(Stage):
+    """Keeps the rows of another layout, in place of those that a pipeline keeps.
+
+    Attributes:
+        layout: The rows to keep.
+    """
+
+    layout: BatchLayout
+
+    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
+        return ds.with_batching(replace(ds.batching, layout=self.layout))
+
+    def of_stream(self, ds: StreamDataset) -> StreamDataset:
+        return ShardBatch(self.layout).of_stream(ds)
+
+    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
+        return ds.of_host(self.layout)
