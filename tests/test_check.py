@@ -63,7 +63,6 @@ PASS = {
     "ArrayRecord": (array_records, {}),
     "arrays": (lambda path: grain.MapDataset.source(ArraySource({"x": np.eye(50)})).batch(8), {}),
     "random maps and text": (random_maps, {}),
-    "microbatches": (readme, {"microbatches": 2}),
     "a model axis": (
         readme,
         {"mesh": lambda: jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])},

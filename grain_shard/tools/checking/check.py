@@ -308,12 +308,11 @@ class _Check:
         def read(comparison: Comparison) -> None:
             if ds.settings.rows == "local":
                 raise _NotMade("does not apply: each host reads a slice of its own")
-            microbatches = ds.shardings.microbatches or 1
             layouts = [
-                BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts, microbatches)
+                BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
                 for host in range(hosts)
             ]
-            if self._reading.batch_rows % layouts[0].multiple:
+            if self._reading.batch_rows % hosts:
                 raise _NotMade(
                     f"not checked: a batch of {self._reading.batch_rows} rows has no {hosts} parts"
                 )

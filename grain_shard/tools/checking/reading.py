@@ -27,13 +27,12 @@ _FAR = 10_000
 Leaves = Mapping[str, np.ndarray]  # the leaves of a batch by path: [rows, ...], or scalars
 
 
-def leaves_of(batch: Batch, row_dims: int = 1) -> Leaves:
-    """Returns the leaves of a batch as arrays in host memory, without a dim of microbatches.
+def leaves_of(batch: Batch) -> Leaves:
+    """Returns the leaves of a batch as arrays in host memory.
 
     Args:
         batch: A batch, on devices or on the host. Numbers on the host get the dtype that they would
             have on a device.
-        row_dims: Number of leading dims that count rows.
     """
     paths, leaves, _ = flatten(jax.device_get(batch))
     found: dict[str, np.ndarray] = {}
@@ -41,7 +40,7 @@ def leaves_of(batch: Batch, row_dims: int = 1) -> Leaves:
         array = np.asarray(leaf)
         if not is_text(array):
             array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-        found[path] = array.reshape(-1, *array.shape[row_dims:]) if array.ndim else array
+        found[path] = array
     return found
 
 
@@ -133,9 +132,9 @@ class Reading:
         self.states: dict[int, str | None] = {}
         self.ends_late: bool = False
         self.parts: list[Part] = []
-        num_batches, row_dims = alone.num_batches(), alone.row_dims
+        num_batches = alone.num_batches()
         with iter(alone) as batches:
-            first = self._take(batches, 0, row_dims)
+            first = self._take(batches, 0)
             if first is None:
                 raise ShardingError(
                     "the pipeline has no batch to check.",
@@ -154,7 +153,7 @@ class Reading:
                         break
                     if step == window.start:
                         go(batches)
-                    if self._take(batches, step, row_dims) is None:
+                    if self._take(batches, step) is None:
                         self._end(step, num_batches)
                         break
                     stop = step + 1
@@ -165,11 +164,11 @@ class Reading:
             # The state after the last batch has all fields.
             self.last_state: str | None = _state(batches)
 
-    def _take(self, batches: ShardedIterator, step: int, row_dims: int) -> Leaves | None:
+    def _take(self, batches: ShardedIterator, step: int) -> Leaves | None:
         state, batch = _state(batches), next(batches, None)
         if batch is None:
             return None
-        self.batches[step], self.states[step] = leaves_of(batch, row_dims), state
+        self.batches[step], self.states[step] = leaves_of(batch), state
         return self.batches[step]
 
     def _end(self, step: int, num_batches: int | None) -> None:
@@ -283,7 +282,7 @@ class Comparison:
                 go(batches)
                 for step in steps:
                     batch: Any = next(batches, None)
-                    leaves = None if batch is None else leaves_of(batch, ds.row_dims)
+                    leaves = None if batch is None else leaves_of(batch)
                     del batch
                     if not self.add(step, leaves):
                         return

@@ -85,7 +85,7 @@ def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
     for size in range(1, len(devices) // others + 1):
         if size != mesh.shape[axis]:
             moved = _resized(target, axis, size, devices)
-            if batch_rows % moved.layout().multiple == 0:
+            if batch_rows % moved.layout().divisor == 0:
                 found.append(moved)
     return found if len(found) <= _MOST_MESHES else [found[0], found[-1]]
 
