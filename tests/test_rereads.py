@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import threading
 import time
 
 import grain
@@ -133,6 +134,13 @@ def hashed(i):
     return {"x": hash(str(i)) % 1000}
 
 
+HERE = threading.local()
+
+
+def scaled(i):
+    return {"x": i * getattr(HERE, "scale", 1)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [pid, hashed])
 @pytest.mark.parametrize("after_batch", [False, True])
@@ -152,17 +160,14 @@ def test_a_worker_process_that_gives_other_rows_is_named(function, after_batch):
 def test_a_process_of_an_executor_that_gives_other_rows_is_named():
     class Elsewhere(concurrent.futures.Executor):
         def submit(self, function, *arguments):
-            os.environ["SCALE"] = "2"
+            HERE.scale = 2
             try:
                 made = pickle.loads(pickle.dumps(function(*arguments)))
             finally:
-                del os.environ["SCALE"]
+                HERE.scale = 1
             done = concurrent.futures.Future()
             done.set_result(made)
             return done
-
-    def scaled(i):
-        return {"x": i * int(os.environ.get("SCALE", "1"))}
 
     ds = grain.MapDataset.range(64).map(scaled).batch(8)
     with iter(ds.shard_to(data_mesh(4), executor=Elsewhere())) as batches:

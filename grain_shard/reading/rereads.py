@@ -15,11 +15,12 @@ is random, so the difference says nothing about threads.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import grain
@@ -45,9 +46,9 @@ _THREADS, _SHARE, _TOGETHER_S = 4, 0.25, 0.1
 # four threads and four records each, a source that seeks and reads in one file gave a wrong record
 # in 40 of 40 runs, after 6 ms; a tarfile in 39, after 23 ms.
 _SWITCH_S = 1e-6
-# To tell a random record from a raced one, the record is read alone this many times as often as the
-# threads needed to find a difference, and that is repeated.
-_MORE_ALONE, _ROUNDS = 5, 6
+# To tell a record that is random, if only rarely, from a raced one, the records are read alone this
+# many times as often as the threads read them, and for this time in seconds. That is repeated.
+_MORE_ALONE, _ALONE_AGAIN_S, _ROUNDS = 5, 0.3, 6
 # A value that changes with time, such as a number of seconds, changes while one thread reads for
 # this long, in seconds.
 _DOUBT_S = 1.3
@@ -55,6 +56,7 @@ _DOUBT_S = 1.3
 # disturbed is made again after this pause, in seconds.
 _TRIES, _PAUSE_S = 3, 0.2
 
+_NAME = "grain-shard-reread"  # the name of these threads
 _SEVERAL = "one of several threads that read at the same time"
 # Most characters of a value in a message.
 _SHOWN = 60
@@ -259,38 +261,49 @@ class Sample:
         each = max(2, int(_SHARE * len(alone)))
         row_bytes = max(sum(x.nbytes for x in row.leaves.values()) for row in alone.values())
         num_threads = _THREADS if _THREADS * row_bytes <= _BYTES else 2
-        until = time.perf_counter() + _TOGETHER_S
+        all_started, world = threading.Barrier(num_threads), World()
 
-        def is_late() -> bool:
-            return time.perf_counter() > until
+        def read(record: int, until: float) -> None:
+            def pause(*event: Any) -> None:
+                if time.perf_counter() < until:
+                    time.sleep(_SWITCH_S)
 
-        def pause(*event: Any) -> None:
-            if not is_late():
-                time.sleep(_SWITCH_S)
-
-        def read(record: int) -> None:
             way = route(self._records, np.array([record]))
             sys.setprofile(pause)  # of this thread alone
             try:
                 (row,) = way.finish(way.read())
+                is_same = type(row) is Unreadable or _bits(row) == alone[record].bits
+                leaves = {} if is_same else leaves_of_row(row)
             except Exception:  # the loop raises this error when it comes to the record
                 return
             finally:
                 sys.setprofile(None)
-            if type(row) is not Unreadable and _bits(row) != alone[record].bits:
-                differs = difference(record, leaves_of_row(row), alone[record].leaves)
-                found.extend([differs] if differs else [])
+            if not is_same and (differs := difference(record, leaves, alone[record].leaves)):
+                found.append(differs)
 
         def read_some(rank: int) -> None:
+            world.enter()
             order = np.random.default_rng(rank).permutation(list(alone))[:each].tolist()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                all_started.wait(_TOGETHER_S)
+            until = time.perf_counter() + _TOGETHER_S
             for record in order:
-                if not (found or self.is_stopped or (counts[rank] and is_late())):
-                    read(record)
+                is_late = counts[rank] and time.perf_counter() > until
+                if not (found or self.is_stopped or is_late):
+                    read(record, until)
                     counts[rank] += 1
 
-        with ThreadPoolExecutor(_THREADS, "grain-shard-reread", World().enter) as threads:
-            for done in [threads.submit(read_some, rank) for rank in range(num_threads)]:
-                done.result()
+        # Daemon threads, because a read that hangs must not keep the program from ending.
+        threads = [
+            threading.Thread(target=read_some, args=(rank,), name=_NAME, daemon=True)
+            for rank in range(num_threads)
+        ]
+        with contextlib.suppress(RuntimeError):  # raised if the system allows no more threads
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         return (found[0] if found else None), sum(counts)
 
 
@@ -355,7 +368,7 @@ def _raced(sample: Sample, alone: Mapping[int, Row]) -> Difference | None:
     differences = list[Difference]()
     for _ in range(_ROUNDS):
         found, reads = sample.together(alone)
-        if sample.is_stopped or not sample.is_steady(alone, _MORE_ALONE * reads, 0.0):
+        if sample.is_stopped or not sample.is_steady(alone, _MORE_ALONE * reads, _ALONE_AGAIN_S):
             return None
         differences += [found] if found else []
         if len(differences) > 1:
