@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import math
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -74,12 +75,7 @@ class WorkerProcesses(Producer[Any]):
     """
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
-        main = sys.modules.get("__mp_main__")
-        if main is not None and main is not sys.modules["__main__"]:
-            raise ShardingError(
-                "a worker process imported the main script, whose loop would start more workers.",
-                remedy=_GUARD,
-            )
+        refuse_in_worker()
         # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
         # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
@@ -206,14 +202,28 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
     )
 
 
-def pickled(pipeline: Any) -> bytes:
+def refuse_in_worker() -> None:
+    """Raises an error if a worker process imports the main script, which would start more workers.
+
+    Raises:
+        ShardingError: A worker process imports the main script.
+    """
+    main = sys.modules.get("__mp_main__")
+    if main is not None and main is not sys.modules["__main__"]:
+        raise ShardingError(
+            "a worker process imported the main script, whose loop would start more workers.",
+            remedy=_GUARD,
+        )
+
+
+def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
     """Pickles a pipeline for another process.
 
     Raises:
-        ShardingError: The pipeline cannot be pickled, or refers to devices.
+        ShardingError: The pipeline cannot be pickled, refers to devices, or is too large.
     """
     try:
-        with io.BytesIO() as file:
+        with _BoundedFile(most_bytes) as file:
             _DevicelessPickler(file).dump(pipeline)
             return file.getvalue()
     except ShardingError:
@@ -225,6 +235,21 @@ def pickled(pipeline: Any) -> bytes:
             " because it cannot be pickled. Open it in the worker: inside make_feed, or in the"
             " source's first read.",
         ) from error
+
+
+class _BoundedFile(io.BytesIO):
+    def __init__(self, most_bytes: float):
+        super().__init__()
+        self._most_bytes = most_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._most_bytes:
+            raise ShardingError(
+                f"the pipeline has more than {self._most_bytes:,} bytes to send to each worker"
+                " process.",
+                remedy="let the source open its files in the worker process, and hold no data.",
+            )
+        return super().write(data)
 
 
 class _DevicelessPickler(cloudpickle.Pickler):

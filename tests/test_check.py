@@ -30,7 +30,7 @@ WORKER = "a worker process"
 def no_worker(monkeypatch):
     """Leaves out the worker process, which takes seconds to start."""
 
-    def refuse(pipeline):
+    def refuse(pipeline, most_bytes):
         raise ShardingError("no worker in this test.", remedy="")
 
     monkeypatch.setattr(checking, "pickled", refuse)
@@ -143,57 +143,52 @@ class Forgetful(Made):
         return iterator
 
 
-class ByThread:
-    """A source that gives each thread other records."""
-
-    def __len__(self):
-        return 1000
-
-    def __getitem__(self, index):
-        return {"x": index * (1 + (threading.current_thread().name[-1] != "0"))}
+class OfThread(threading.local):
+    scale = 1
 
 
+HERE = OfThread()
 NUMBERS = itertools.count()
 FAULTS = {
     "random numbers": (
         lambda path: RECORDS.map(lambda i: {"x": random.random()}),
-        {},
         "read twice",
     ),
-    "a counter": (lambda path: RECORDS.map(lambda i: {"x": next(NUMBERS)}), {}, "read twice"),
+    "a counter": (lambda path: RECORDS.map(lambda i: {"x": next(NUMBERS)}), "read twice"),
     "one file": (
         lambda path: OneFile(path / "r", 1000),
-        {},
         "the pipeline's own threads|16 th|a few",
     ),
     "one buffer": (
         lambda path: OneBuffer(path, 1000),
-        {},
         "read twice|the pipeline's own threads|16 th|a few",
     ),
-    "a thread": (lambda path: ByThread(), {"num_threads": 2}, "the pipeline's 2 threads"),
+    "a value of this thread": (
+        lambda path: RECORDS.map(lambda i: {"x": (i + 1) * HERE.scale}),
+        "the first batch, in this thread",
+    ),
 }
-REMEDIES = {
-    "read": ".seed(s) and .random_map(f)",
-    "the ": "threading.Lock()",
-    "16 t": "threading.Lock()",
-    "a fe": "threading.Lock()",
-    "a re": "no counter or cache",
-}
+REMEDIES = [
+    ("read twice", ".seed(s) and .random_map(f)"),
+    ("the first batch", "no threading.local()"),
+    ("", "threading.Lock()"),
+]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_with_its_record_and_leaf(name, tmp_path, no_worker):
-    make, options, proof = FAULTS[name]
+def test_a_fault_is_named_with_its_record_and_leaf(name, tmp_path, no_worker, monkeypatch):
+    monkeypatch.setattr(HERE, "scale", 3)
+    make, proof = FAULTS[name]
     made = make(tmp_path)
     ds = made if isinstance(made, grain.MapDataset) else grain.MapDataset.source(made)
     with pytest.raises(ShardingError, match=rf"^batch\['x'\]: ({proof})") as failed:
-        check(ds.batch(8).shard_to(data_mesh(4), **options), batches=8)
+        check(ds.batch(8).shard_to(data_mesh(4)), batches=8)
     text = str(failed.value)
     assert "record " in text
     assert "alone g" in text  # "one thread that reads alone gets"
     assert "mesh:   data=4" in text or "mesh: data=4" in text
-    assert REMEDIES[failed.value.problem[:4]] in text
+    problem, remedy = failed.value.problem, failed.value.remedy
+    assert next(words for begin, words in REMEDIES if problem.startswith(begin)) in remedy
 
 
 @pytest.mark.parametrize(("way", "proof"), [("of_host", "2 hosts"), ("on_mesh", "mesh data=1")])

@@ -195,8 +195,9 @@ class RandomAccess(HostBatches):
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)
 
+        # A source that only one thread may read must not be read again by another thread.
         several = settings.num_threads != 1
-        again = reread("a reading thread", elsewhere=False, has_threads=several)
+        again = reread("a reading thread", elsewhere=False, has_threads=True) if several else None
         return Opened(start, batches, reads=threads, faults=faults.counts, reread=again)
 
     def first(self) -> Batch:

@@ -9,12 +9,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from grain_shard.errors import ShardingError, describe_error, describe_mesh, require_int
-from grain_shard.hosts.state_files import RANDOM_ACCESS, STREAM
+from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, Sample, compare
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.tools.checking.reading import Comparison, Difference, Reading, rows_in
+from grain_shard.tools.checking.reading import (
+    Comparison,
+    Difference,
+    Reading,
+    leaves_of,
+    rows_in,
+)
 from grain_shard.tools.checking.result import FAILED, Checked, Line
 from grain_shard.tools.checking.variants import (
     of_host,
@@ -23,19 +29,23 @@ from grain_shard.tools.checking.variants import (
     read_alone,
     with_options,
 )
-from grain_shard.worker_processes import pickled
+from grain_shard.worker_processes import pickled, refuse_in_worker
 
 # Number of threads that read at the same time, and hosts of the job that are simulated.
 _THREADS, _HOSTS = 16, (2, 4)
 # Threads read a few records many times, for this share of `seconds`, but at most for this long.
 _AGAIN_SHARE, _AGAIN_S = 1 / 60, 1.0
-# The most bytes of the state of a random-access pipeline.
-_STATE_BYTES = 200
+# The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.
+_STATE_BYTES, _PICKLED_BYTES = 200, 2**30
 
 _NOT_RANDOM = (
     "let records depend on their index alone, and return a new array for each. For random values"
     " use .seed(s) and .random_map(f), and only the generator that f gets. Use no time, counter,"
     " cache or random module."
+)
+_IN_ANY_THREAD = (
+    "let records depend on no threading.local() and on no setting of one thread: give it to the"
+    " source or the function as an argument."
 )
 _ON_ITS_OWN = (
     "let a record depend on its index alone, and not on the records that were read before it, or"
@@ -50,11 +60,14 @@ _RESTORES = (
 def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
     """Proves that all readers of a pipeline get the same batches: its acceptance test.
 
-    One thread of this process reads some batches alone. Then the same batches are read in other
-    ways, and every bit must be the same: a second time; by the pipeline's own threads, workers or
-    executor; by 16 threads; in a worker process; after a restore of a state that was JSON; on
-    meshes of other sizes; and as 2 and 4 hosts. The batches are the first ones and, with random
-    access, some in the middle and the last ones.
+    One thread of this process reads some batches alone: the first ones and, with random access,
+    some in the middle and the last ones. Then the same batches are read in other ways, and every
+    bit must be the same:
+
+    * a second time, and the first batch by the thread that calls this function
+    * by the pipeline's own threads, workers or executor, by 16 threads, and by a worker process
+    * after a restore in the middle, of a state that was text in between
+    * on meshes of other sizes, and as 2 and 4 hosts
 
     The check also proves that all records have one shape and dtype, and that a state of random
     access has less than 200 bytes. A proof that does not apply to the pipeline says why.
@@ -99,6 +112,7 @@ def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
             f"seconds={seconds!r} is not a positive number.",
             remedy="pass the most seconds that the check may take.",
         )
+    refuse_in_worker()
     pipeline = sharded(ds)
     if pipeline is None:
         raise ShardingError(
@@ -159,6 +173,11 @@ class _Check:
         def again(comparison: Comparison) -> None:
             comparison.read(read_alone(ds), reading.parts)
 
+        def loop(comparison: Comparison) -> None:
+            if ds.host.kind == FEEDS:
+                raise _NotMade("does not apply: threads of its own read each feed")
+            comparison.add(0, leaves_of(ds.host.first()))
+
         def own(comparison: Comparison) -> None:
             comparison.read(with_options(ds), reading.parts)
 
@@ -180,6 +199,7 @@ class _Check:
             comparison.read(read_alone(ds), parts)
 
         yield _Proof("read twice, by one thread", _NOT_RANDOM, again)
+        yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, loop)
         remedy = REMEDY_OF_RACES if self._samples else REMEDY_OF_WORLDS
         yield _Proof(self._own_way(), remedy, own)
         yield _Proof(f"{_THREADS} threads", REMEDY_OF_RACES, threads)
@@ -226,12 +246,15 @@ class _Check:
 
     def _raised(self, proof: _Proof, error: Exception) -> ShardingError:
         is_ours = isinstance(error, ShardingError)
+        told = f"{describe_error(error)} One thread that read alone got no error."
         raised = ShardingError(
-            f"{proof.name}: {error.problem if is_ours else describe_error(error)}",
+            f"{proof.name}: {error.problem if is_ours else told}",
             path=error.path if is_ours else None,
             leaf=error.leaf if is_ours else None,
             mesh_axes=self._ds.shardings.mesh_axes,
-            remedy=error.remedy if is_ours else f"one thread alone reads this. {proof.remedy}",
+            remedy=error.remedy
+            if is_ours
+            else f"mend this error. If it says no reason, {proof.remedy}",
         )
         raised.__cause__ = error
         return raised
@@ -286,7 +309,7 @@ class _Check:
         if self._ds.host.kind == STREAM:
             raise _NotMade("does not apply: a stream has no num_workers")
         try:
-            pickled(self._ds.parents[0])
+            pickled(self._ds.parents[0], _PICKLED_BYTES)
         except ShardingError as error:
             raise _NotMade(f"not checked: {error.problem}") from None
 

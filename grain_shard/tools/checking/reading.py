@@ -321,4 +321,5 @@ class Comparison:
         if not self.batches:
             return f"{self.rows:,} records" if self.rows else ""
         cut = f" of {self.planned:,}" if self.batches < self.planned else ""
-        return f"{self.batches:,}{cut} batches, {self.rows:,} rows"
+        noun = "batch" if self.batches == 1 and not cut else "batches"
+        return f"{self.batches:,}{cut} {noun}, {self.rows:,} rows"

@@ -31,17 +31,8 @@ def with_options(ds: ShardedDataset, **options: Any) -> ShardedDataset:
 
 def read_alone(ds: ShardedDataset) -> ShardedDataset:
     """Returns the same pipeline, read by one thread of this process, which reads little ahead."""
-    alone = with_options(
-        ds,
-        num_threads=1,
-        num_workers=0,
-        executor=None,
-        cpu_buffer_size=1,
-        device_buffer_size=1,
-    )
-    # A second thread would read records again, beside the thread that reads alone.
-    alone.contents.is_reread = True
-    return alone
+    few = {"cpu_buffer_size": 1, "device_buffer_size": 1}
+    return with_options(ds, num_threads=1, num_workers=0, executor=None, **few)
 
 
 def of_host(ds: ShardedDataset, layout: BatchLayout) -> ShardedDataset:
