@@ -2,18 +2,17 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
 
 from grain_shard.errors import GrainShardError, ShardingError
-from grain_shard.tools import doctor
 from grain_shard.tools.command import main
+from grain_shard.tools.rehearse import command as rehearsing
 from tests.conftest import HANG_S
 
-# A command of a test's own, in place of the demo: PROGRAM % what it does.
+# A command of a test's own, in place of rehearse: PROGRAM % what it does.
 PROGRAM = """
 import sys, types
 import grain_shard.tools.command as face
@@ -21,7 +20,7 @@ def body(args):
     %s
 command = types.ModuleType("command")
 command.add_arguments, command.main = lambda parser: None, body
-sys.modules["grain_shard.tools.demo.command"] = command
+sys.modules["grain_shard.tools.rehearse.command"] = command
 face.command()
 """
 
@@ -42,16 +41,12 @@ NO_SECONDS = "is not a positive number of seconds."
     [
         ("", "python -m grain_shard: the following arguments are required: subcommand. "),
         ("train", "python -m grain_shard: argument subcommand: invalid choice: 'train' "),
-        ("demo --hosts 3", "python -m grain_shard demo: argument --hosts: invalid choice: 3 "),
-        ("demo --epochs x", f"argument --epochs: 'x' {NO_NUMBER}"),
-        ("demo --epochs 0", f"argument --epochs: '0' {NO_NUMBER}"),
-        ("rehearse --hosts 2.5 a.py", f"argument --hosts: '2.5' {NO_NUMBER}"),
+        *((f"rehearse --hosts {n} a.py", f"--hosts: '{n}' {NO_NUMBER}") for n in ("x", "0", "2.5")),
         ("plan --hosts -1", f"python -m grain_shard plan: argument --hosts: '-1' {NO_NUMBER}"),
         *(
             (f"rehearse --hosts 2 --timeout {s} a.py", f"argument --timeout: '{s}' {NO_SECONDS}")
             for s in ("0", "-3", "nan", "inf", "soon")
         ),
-        ("doctor --timeout soon", f"argument --timeout: 'soon' {NO_SECONDS}"),
         ("plan", "python -m grain_shard plan: the following arguments are required: --mesh, "),
         (f"plan --mesh data=2 {SIZES}", "one of the arguments --topology --hosts is required. "),
         (f"plan --hosts 2 --topology v5e:2x2 --mesh data=2 {SIZES}", "not allowed with argument"),
@@ -114,9 +109,9 @@ def test_the_parts_of_an_error_are_joined_as_sentences(error, line, monkeypatch,
     def fail(args):
         raise error
 
-    monkeypatch.setattr(doctor, "main", fail)
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr().err == f"grain_shard doctor: {line}\n"
+    monkeypatch.setattr(rehearsing, "main", fail)
+    assert main(["rehearse", "--hosts", "2", "a.py"]) == 1
+    assert capsys.readouterr().err == f"grain_shard rehearse: {line}\n"
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_word():
@@ -137,12 +132,22 @@ def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_comma
     *text, modules = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (0, "")
     examples = {line for line in text if "python -m" in line}
-    assert "  python -m grain_shard demo --hosts 2" in examples
     assert "  python -m grain_shard rehearse --hosts 4 train.py" in examples
     assert all(len(line) <= 60 for line in text if line not in examples)
     codes = re.findall(r"^  (\d+)  ", done.stdout, re.MULTILINE)
     assert codes == ["0", "1", "2", "130", "141"]
-    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
+    commands = {
+        f"grain_shard.tools.{name}.command" for name in ("checking", "planning", "rehearse")
+    }
+    assert not commands & set(modules.split())
+
+
+@pytest.mark.parametrize("subcommand", ["check", "plan", "rehearse"])
+def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([subcommand, "-h"])
+    assert end.value.code == 0
+    assert f"example: python -m grain_shard {subcommand} " in capsys.readouterr().out
 
 
 # Ctrl-C.
@@ -174,27 +179,6 @@ def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_comma
 def test_ctrl_c_is_one_line_and_exit_code_130(body):
     ignored = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     lines = (ignored + body).replace("\n", "\n    ")
-    done = run("-c", PROGRAM % lines, "demo")
+    done = run("-c", PROGRAM % lines, "rehearse")
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "grain_shard demo: stopped by Ctrl-C\n"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_ctrl_c_while_the_demo_compiles(hosts, tmp_path):
-    command = [sys.executable, "-u", "-m", "grain_shard", "demo", "--hosts", str(hosts)]
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as demo:
-        mark = "compiling" if hosts == 1 else "[host 0] compiling"
-        assert demo.stdout.readline() == "starting JAX ...\n"  # before anything that takes long
-        for line in demo.stdout:
-            if line.startswith(mark):
-                break
-        demo.send_signal(signal.SIGINT)
-        _, complaint = demo.communicate(timeout=HANG_S)
-    assert demo.returncode == 130
-    assert complaint == "grain_shard demo: stopped by Ctrl-C\n"
-    left = [path.name for path in tmp_path.iterdir()]
-    assert left == ["grain_shard"]  # the images, and nothing half made
+    assert done.stderr == "grain_shard rehearse: stopped by Ctrl-C\n"

@@ -1,13 +1,10 @@
 """`stats()`: figures that follow from what happened, by a clock that the test turns."""
 
-import gc
 import json
-import weakref
 
 import grain
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
 from grain_shard.reading.faults import BadRecord, FaultCounts
@@ -16,7 +13,6 @@ from grain_shard.stats import meter as meter_module
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.stats.figures import Figures
 from grain_shard.stats.meter import Meter
-from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 from tests.pipelines import KINDS, shared_out, six
 
@@ -291,64 +287,3 @@ def test_a_loop_that_waits_long_for_its_data_says_so_once_a_minute(
         f" last 60 s{stage}.\n  remedy: grain_shard.profile(ds, step) says what would help."
         for share, stage in logged
     ]
-
-
-@pytest.fixture
-def registry():
-    return CollectorRegistry()
-
-
-def scraped(registry):
-    """The samples, by name and labels."""
-    lines = generate_latest(registry).decode().splitlines()
-    return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-
-class TestPrometheus:
-    def test_names_and_units(self, registry, mesh):
-        with iter(numbered(20, 8).shard_to(mesh)) as batches:
-            prometheus.export(batches, "train", registry)
-            list(batches)
-            samples, stats = scraped(registry), batches.stats()
-        assert samples['grain_shard_batches_total{dataset="train"}'] == 3
-        assert samples['grain_shard_records_total{dataset="train"}'] == 20
-        assert samples['grain_shard_bytes_total{dataset="train"}'] == stats.total.bytes
-        assert samples['grain_shard_bad_records_total{dataset="train"}'] == 0
-        seconds = samples['grain_shard_loop_seconds_total{dataset="train"}']
-        assert 0 < samples['grain_shard_wait_seconds_total{dataset="train"}'] <= seconds
-        assert samples['grain_shard_place_s{dataset="train"}'] == stats.recent.place_s
-        assert samples['grain_shard_read_threads{dataset="train"}'] == stats.read_threads
-        names = {name.partition("{")[0] for name in samples}
-        for name in stats.as_dict("grain_shard"):
-            name = name.replace("/", "_")
-            assert {name, f"{name}_total"} & names, "every figure has its name"
-
-    def test_a_later_iterator_takes_the_place_of_the_one_of_its_name(self, registry, mesh):
-        for _ in range(2):
-            with iter(numbered(16, 8).shard_to(mesh)) as batches:
-                prometheus.export(batches, "train", registry)
-                list(batches)
-                with iter(numbered(8, 8).shard_to(mesh)) as evaluation:
-                    prometheus.export(evaluation, "eval", registry)
-                    list(evaluation)
-                    samples = scraped(registry)
-            assert samples['grain_shard_batches_total{dataset="train"}'] == 2
-            assert samples['grain_shard_batches_total{dataset="eval"}'] == 1
-
-    def test_it_keeps_no_iterator_and_no_dataset_alive(self, registry, mesh):
-        ds = numbered(80, 8).shard_to(mesh)
-        batches = iter(ds)
-        prometheus.export(batches, "train", registry)
-        next(batches)
-        kept = weakref.ref(batches), weakref.ref(ds)
-        del batches, ds
-        gc.collect()
-        assert [ref() for ref in kept] == [None, None]
-        assert scraped(registry) == {}
-
-    def test_nothing_is_in_the_default_registry_unasked(self):
-        with iter(numbered(8, 8).shard_to(data_mesh(1))) as batches:
-            next(batches)
-            assert b"grain_shard" not in generate_latest()
-            prometheus.export(batches, "train")
-            assert b"# TYPE grain_shard_wait_seconds_total counter" in generate_latest()

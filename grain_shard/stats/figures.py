@@ -3,8 +3,7 @@
 `Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
 the figures of two periods: the whole run, and the last minute. To add a figure, write one
 property of `Figures` under `@_figure`. This decorator takes the first words of the printed line and
-the format of the figure. `Stats.as_dict`, ``str(stats)`` and the Prometheus metrics are made from
-the properties.
+the format of the figure. `Stats.as_dict` and ``str(stats)`` are made from the properties.
 """
 
 from __future__ import annotations

@@ -23,16 +23,6 @@ _SUBCOMMANDS = {
         "prove that all readers of a pipeline get the same batches",
         "python -m grain_shard check train:pipeline",
     ),
-    "demo": (
-        "grain_shard.tools.demo.command",
-        "train a classifier on real images, from files to a checked result",
-        "python -m grain_shard demo --hosts 2",
-    ),
-    "doctor": (
-        "grain_shard.tools.doctor",
-        "report versions, devices, and missing parts with their remedies",
-        "python -m grain_shard doctor",
-    ),
     "plan": (
         "grain_shard.tools.planning.command",
         "show what every host of a pod would read, without the pod",

@@ -1,4 +1,4 @@
-"""The optional parts of this package: the use of each part, and the modules that it needs."""
+"""The optional parts of this package, and the error if the module of a part is missing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ from importlib.util import find_spec
 
 from grain_shard.errors import GrainShardError
 
-# For each optional part: its modules, and its use.
-EXTRAS = {
-    "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
-    "plot": (("matplotlib",), "profile(...).plot()"),
-    "plan": (("libtpu",), "plan --topology: the topologies of TPUs"),
-    "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
-}
-_PACKAGES = {"sklearn": "scikit-learn"}  # the package of a module, if their names differ
-
-
-def missing(modules: tuple[str, ...]) -> list[str]:
-    """Returns the modules of the tuple that are not installed."""
-    return [module for module in modules if find_spec(module) is None]
+_MODULES = {"plot": "matplotlib", "plan": "libtpu"}
 
 
 def require(extra: str, use: str, instead: str = "") -> None:
-    """Raises an error if the modules of an optional part are not installed.
+    """Raises an error if the module of an optional part is not installed.
 
     Args:
         extra: The optional part, such as "plot".
@@ -30,11 +18,10 @@ def require(extra: str, use: str, instead: str = "") -> None:
         instead: Words for another remedy, at the end of the message; "" for none.
 
     Raises:
-        GrainShardError: A module of this part is not installed.
+        GrainShardError: The module of this part is not installed.
     """
-    if lacking := missing(EXTRAS[extra][0]):
-        packages = " and ".join(_PACKAGES.get(module, module) for module in lacking)
+    if find_spec(_MODULES[extra]) is None:
         raise GrainShardError(
-            f"{use} needs {packages}, which is not installed.\n"
+            f"{use} needs {_MODULES[extra]}, which is not installed.\n"
             f'  remedy: pip install "grain-shard[{extra}]"{instead}'
         )

@@ -19,11 +19,12 @@ from jax.sharding import Mesh
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.tools.extras import require
-from grain_shard.tools.libtpu import NO_TPU
 
 # Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
 # none. Their values do not matter, because the topology is given by its name.
-_NO_TPU_HERE = NO_TPU | {
+_NO_TPU_HERE = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_ID": "0",
     # Several processes may load libtpu at once, because none of them opens a chip.
