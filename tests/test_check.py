@@ -157,11 +157,11 @@ FAULTS = {
     "a counter": (lambda path: RECORDS.map(lambda i: {"x": next(NUMBERS)}), "read twice"),
     "one file": (
         lambda path: OneFile(path / "r", 1000),
-        "the pipeline's own threads|16 th|a few",
+        "the pipeline's threads|16 th|a few",
     ),
     "one buffer": (
         lambda path: OneBuffer(path, 1000),
-        "read twice|the pipeline's own threads|16 th|a few",
+        "read twice|the pipeline's threads|16 th|a few",
     ),
     "a value of this thread": (
         lambda path: RECORDS.map(lambda i: {"x": (i + 1) * HERE.scale}),
@@ -279,10 +279,10 @@ def test_a_worker_process_in_another_world_is_found(name, tmp_path, monkeypatch)
 def test_the_worker_processes_of_a_pipeline_are_checked_and_not_its_threads(tmp_path):
     source, options = OneFile(tmp_path / "r", 100), {"num_workers": 1}
     found = lines_of(grain.MapDataset.source(source).batch(8).shard_to(data_mesh(4), **options))
-    assert found["the pipeline's 1 worker processes"] == "ok"
+    assert found["the pipeline's worker processes (1)"] == "ok"
     assert found["16 threads"] == "does not apply: one thread at a time reads the records"
     ds = RECORDS.map(lambda i: {"x": os.getpid()}).batch(8).shard_to(data_mesh(4), **options)
-    with pytest.raises(ShardingError, match="the pipeline's 1 worker processes: "):
+    with pytest.raises(ShardingError, match=r"the pipeline's worker processes \(1\): "):
         check(ds, batches=4)
 
 

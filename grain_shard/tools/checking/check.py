@@ -105,7 +105,7 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
 
 
 def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
-    """Makes all proofs of `check`, and returns them even if one failed."""
+    """Makes the proofs of `check` up to the first one that fails, and returns them."""
     require_int("batches", batches, 1)
     if not isinstance(seconds, int | float) or not seconds > 0:
         raise ShardingError(
@@ -157,13 +157,16 @@ class _Check:
         self._samples = list(self._records_of_threads())
 
     def lines(self) -> Iterator[Line]:
-        """Makes one proof after the other, and yields the lines."""
+        """Makes one proof after the other until one fails, and yields the lines."""
         yield self._shapes()
         proofs = list(self._proofs())
         for proof in proofs:
             # The last proof starts a process, so it gets the rest of the time.
             left_s = self._start + self._seconds - time.monotonic()
-            yield self._line(proof, left_s if proof is proofs[-1] else left_s / 2)
+            line = self._line(proof, left_s if proof is proofs[-1] else left_s / 2)
+            yield line
+            if line.error is not None:  # later proofs most likely fail for the same reason
+                return
         yield self._state()
         yield self._steps()
 
@@ -223,10 +226,11 @@ class _Check:
         if settings.executor is not None:
             return f"the pipeline's {type(settings.executor).__name__}"
         if settings.num_workers:
-            return f"the pipeline's {settings.num_workers} worker processes"
+            return f"the pipeline's worker processes ({settings.num_workers})"
         if self._ds.host.kind == STREAM:
             return "the pipeline's buffers"
-        return f"the pipeline's {settings.num_threads or 'own'} threads"
+        count = settings.num_threads
+        return "the pipeline's threads" + ("" if count is None else f" ({count})")
 
     def _line(self, proof: _Proof, left_s: float) -> Line:
         if left_s < 0:

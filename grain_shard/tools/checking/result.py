@@ -34,14 +34,14 @@ class Checked(InNotebooks):
     """The result of `check`, which a terminal or a notebook shows as a table.
 
     Attributes:
-        lines: The proofs, in the order in which they were made.
+        lines: The proofs, in the order in which they were made. Only the last one may have failed.
     """
 
     lines: tuple[Line, ...]
 
     @property
     def error(self) -> ShardingError | None:
-        """The error of the first proof that failed; None if none failed."""
+        """The error of the proof that failed; None if none failed."""
         return next((line.error for line in self.lines if line.error is not None), None)
 
     def __str__(self) -> str:
