@@ -9,26 +9,32 @@ from pathlib import Path
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import image_classifier as example
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--sigterm-at", type=int, help="the step in which the last host is preempted")
-ours, sys.argv[1:] = parser.parse_known_args()
-losses, train_step = [], example.train_step
+def main():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import image_classifier as example
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument(
+        "--sigterm-at", type=int, help="the step in which the last host is preempted"
+    )
+    ours, sys.argv[1:] = parser.parse_known_args()
+    losses, train_step = [], example.train_step
+
+    def recorded_step(*args):
+        losses.append(train_step(*args))
+        if len(losses) == ours.sigterm_at and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return losses[-1]
+
+    example.EPOCHS, example.train_step = ours.epochs, recorded_step
+    example.main()
+    if jax.process_index() == 0:
+        file = Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1], "losses.json")
+        before = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps(before + [float(loss) for loss in losses]))
 
 
-def recorded_step(*args):
-    losses.append(train_step(*args))
-    if len(losses) == ours.sigterm_at and jax.process_index() == jax.process_count() - 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return losses[-1]
-
-
-example.EPOCHS, example.train_step = ours.epochs, recorded_step
-example.main()
-if jax.process_index() == 0:
-    file = Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1], "losses.json")
-    before = json.loads(file.read_text()) if file.exists() else []
-    file.write_text(json.dumps(before + [float(loss) for loss in losses]))
+if __name__ == "__main__":
+    main()
