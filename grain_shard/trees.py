@@ -1,9 +1,13 @@
-"""Batches as trees: the paths of leaves, and the checks of batches that several stages use."""
+"""Records and batches as trees: what is a leaf, the paths of leaves, and checks of batches.
+
+JAX decides what is a tree: dict, list, tuple, NamedTuple, OrderedDict, defaultdict, None, and
+registered classes. A leaf is an array, a number or text. Anything else is refused by its name.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,6 +78,89 @@ def _has_mixed_keys(node: Any) -> bool:
     return isinstance(node, dict) and len({isinstance(key, str) for key in node}) > 1
 
 
+def check_record(record: Any) -> None:
+    """Checks that a record is a tree of arrays, numbers and text, without lists of them.
+
+    Raises:
+        ShardingError: A leaf is an object of another class, or there is a list of numbers or text.
+    """
+    check_lists(record)
+    for path, leaf in zip(*flatten(record)[:2], strict=True):
+        check_leaf(path, leaf)
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Checks that a leaf of JAX is an array, a number or text, or a sequence of these.
+
+    It may also be an object of a class that JAX does not know. Of a mapping NumPy would make an
+    array of the keys.
+
+    Args:
+        path: The path of the leaf.
+        leaf: The leaf.
+
+    Raises:
+        ShardingError: The leaf is an object of another class. The message names the class.
+    """
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex | str | bytes):
+        return
+    name, has = type(leaf).__name__, set(dir(leaf))
+    is_array = not has.isdisjoint(["__array__", "__array_interface__"])
+    if isinstance(leaf, Mapping) or (has >= {"keys", "__getitem__"} and not is_array):
+        problem = f"JAX knows no tree of the mapping {name}, so its values would be lost."
+        remedy = "turn it into a dict: .map(dict) for a whole record, dict(leaf) for a leaf of it."
+    elif is_array or has >= {"__len__", "__getitem__"}:
+        return
+    elif "__iter__" in has:
+        problem = f"NumPy makes no array of the items of the class {name}."
+        remedy = "turn it into an array in .map, by np.array(sorted(leaf))."
+    elif "__dict__" in has:
+        problem = f"JAX knows no tree of the class {name} in this process."
+        remedy = (
+            f"return a dict from .map, such as vars(leaf). Or move {name} from the main script into"
+            " a module, which registers it with JAX, for example by"
+            " jax.tree_util.register_dataclass. Worker processes and executors do not register the"
+            " classes of the main script."
+        )
+    else:
+        problem = f"the class {name} is neither an array, nor a number, nor text."
+        remedy = "turn it into a number in .map, or into text by str(leaf), or drop the leaf."
+    raise ShardingError(problem, path=path, leaf=name, remedy=remedy)
+
+
+def check_lists(tree: Any) -> None:
+    """Checks that a record or a batch has no list of numbers or text.
+
+    JAX would take each item of the list for a separate leaf. The items of a tuple are leaves, too:
+    they count as fields.
+
+    Raises:
+        ShardingError: The tree has such a list.
+    """
+    for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_list_of_values)[0]:
+        if _is_list_of_values(node):
+            raise ShardingError(
+                f"there is a list of numbers or strings, of length {len(node)}. JAX takes each item"
+                " for a leaf, so the batch would hold an array for each item.",
+                path=path_of(keys),
+                leaf="list",
+                remedy='turn the list into an array: call .with_format("numpy") on a Hugging Face'
+                " dataset, or np.array(list) in .map before .batch. If each item is a field of its"
+                " own, use a tuple.",
+            )
+
+
+def _is_list_of_values(node: Any) -> bool:
+    return type(node) is list and bool(node) and all(map(_is_value, node))
+
+
+def _is_value(item: Any) -> bool:
+    if type(item) in (list, tuple):
+        return bool(item) and all(map(_is_value, item))
+    is_number = isinstance(item, int | float | complex | str | bytes)
+    return is_number or getattr(item, "shape", None) == ()
+
+
 def is_none(leaf: Any) -> bool:
     """Returns True for None, which JAX treats as a tree without leaves."""
     return leaf is None
@@ -102,11 +189,12 @@ def as_arrays(
         name: Name of a leaf in messages.
 
     Raises:
-        ShardingError: A leaf is ragged, a masked array, of Python objects or PRNG keys, or of
-            another dtype that no device can hold.
+        ShardingError: A leaf is no array, number or text. Or it is ragged, a masked array, of
+            Python objects or PRNG keys, or of another dtype that no device can hold.
     """
     arrays = []
     for path, leaf in zip(paths, leaves, strict=True):
+        check_leaf(path, leaf)
         try:
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # for a ragged list (NumPy), or typed PRNG keys (JAX)
@@ -129,7 +217,7 @@ def as_arrays(
             remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
         elif not (is_text(array) or is_numeric(array.dtype)):
             problem = f"{name} has a dtype that JAX lacks: {array.dtype}."
-            remedy = "convert numbers in .map by .astype(np.float32), and text by .astype(str)."
+            remedy = _remedy_of(array.dtype)
             if not array.dtype.isnative:
                 remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
         if problem:
@@ -137,6 +225,21 @@ def as_arrays(
             raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
         arrays.append(array)
     return arrays
+
+
+def _remedy_of(dtype: np.dtype) -> str:
+    if dtype == jax.dtypes.float0:  # the dtype of an integer's gradient
+        return "drop the leaf: it holds no values."
+    if dtype.names:
+        return "make a leaf of each field in .map: {name: x[name] for name in x.dtype.names}."
+    if dtype.kind == "V":
+        return (
+            "say in .map what the bytes are, for example .view(ml_dtypes.bfloat16). A .npy file"
+            " does not keep such a dtype."
+        )
+    if dtype.kind in "mM":
+        return "convert times in .map by .astype(np.int64)."
+    return "convert numbers in .map by .astype(np.float32), and text by .astype(str)."
 
 
 @functools.cache
@@ -173,11 +276,12 @@ class FlatBatch:
         """Flattens a batch.
 
         Raises:
-            ShardingError: A leaf is of a dtype that no device can hold, two leaves differ in their
-                number of rows, or all leaves are scalars.
+            ShardingError: A leaf is of a class or dtype that no device can hold, there is a list of
+                numbers, two leaves differ in their number of rows, or all leaves are scalars.
         """
         leaves, structure = leaves_of(batch)
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
+            check_lists(batch)
             leaves = as_arrays(flatten(batch)[0], leaves)
         sizes = {len(array) for array in leaves if array.ndim}
         if len(sizes) != 1:

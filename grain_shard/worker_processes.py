@@ -336,7 +336,9 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
         of each of these parts as an integer array.
     """
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(element, protocol=5, buffer_callback=buffers.append)
+    # `pickle` cannot send objects of the main script's classes, such as a NamedTuple. A worker gets
+    # these classes from `cloudpickle`, and only that takes them back for the main process's own.
+    pickled = cloudpickle.dumps(element, protocol=5, buffer_callback=buffers.append)
     parts = [np.frombuffer(part, np.uint8) for part in (pickled, *(b.raw() for b in buffers))]
     sizes = np.array([len(part) for part in parts])
     starts = _starts(sizes)

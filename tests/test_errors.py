@@ -242,15 +242,15 @@ AT_FIRST_BATCH = {
         "mesh:   data=4",
         "return the same tree for every row from .map. A leaf that is None in one row must be None in all rows.",
     ),
-    "batch['leaf0']['ids']: the row holds a list of 3 numbers or strings. JAX takes each item for a leaf, so the batch would hold an array for each item.": (
+    "batch['leaf0']['ids']: there is a list of numbers or strings, of length 3. JAX takes each item for a leaf, so the batch would hold an array for each item.": (
         lambda: dicts(lambda i: {"ids": [1, 2, i]}).shard_to(data_mesh(4)),
         "leaf:   list   mesh: data=4",
-        'turn the list into an array: call .with_format("numpy") on a Hugging Face dataset, or np.array(list) in .map before .batch.',
+        'turn the list into an array: call .with_format("numpy") on a Hugging Face dataset, or np.array(list) in .map before .batch. If each item is a field of its own, use a tuple.',
     ),
     "batch['leaf0']: the leaf has a dtype that JAX lacks: [('float0', 'V')].": (
         lambda: dicts(lambda i: np.zeros(2, jax.dtypes.float0)).shard_to(data_mesh(4)),
         "leaf:   [('float0', 'V')][2]   mesh: data=4",
-        "convert numbers in .map by .astype(np.float32), and text by .astype(str).",
+        "drop the leaf: it holds no values.",
     ),
     "batch['leaf0']: the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
         lambda: dicts(lambda i: {"a": i, 1: i}).shard_to(data_mesh(4)),

@@ -152,7 +152,7 @@ class TestPlaceOnDevice:
 
     def test_python_objects_are_refused(self):
         text = refusal(lambda: place_on_device({"x": [np.ones(2), object()]}))
-        assert text.startswith("batch['x'][1]: the leaf holds Python objects")
+        assert text.startswith("batch['x'][1]: the class object is neither an array")
 
 
 class TestDistributeBatch:

@@ -1,12 +1,20 @@
-"""Batches as trees: None is a tree without leaves, as for JAX, and text keeps every character."""
+"""Records as trees, of any class that JAX knows, and what is no leaf; None, and text, as leaves."""
 
+import collections
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
+import pathlib
+import subprocess
+import sys
+import types
 from typing import NamedTuple
 
 import grain
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -162,3 +170,156 @@ def test_none_among_arrays_in_memory_is_none_in_the_batch():
     ds = grain.MapDataset.source(grain_shard.ArraySource(arrays)).batch(4).shard_to(data_mesh(2))
     for batch in ds:
         assert batch["none"] is batch["input"].images is None
+
+
+# What is a leaf, what is a tree, and what is neither.
+
+
+class Encoding(collections.UserDict):
+    """Stands for a tokenizer's result, such as transformers' BatchEncoding."""
+
+
+class Settings:
+    """Stands for a mapping that does not say so, such as ml_collections' ConfigDict."""
+
+    def keys(self):
+        return ["x"]
+
+    def __getitem__(self, key):
+        return ROW
+
+
+class Bunch(dict):
+    """Stands for a user's dict, whose items are attributes, too."""
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: np.ndarray
+
+
+ROW = np.arange(3, dtype=np.int32)
+STACKED = {"random access", "stream", "feeds"}  # kinds in which this package or Grain stacks rows
+TREES = {
+    "OrderedDict": lambda: collections.OrderedDict(b=ROW, a=ROW + 1),
+    "defaultdict": lambda: collections.defaultdict(list, a=ROW),
+    "NamedTuple": lambda: Point(ROW, ROW + 1),
+    "a registered class": lambda: Input(ROW),
+    "a tuple of numbers": lambda: (1, 2.5),
+    "a list of arrays": lambda: [ROW, ROW + 1],
+    "an empty list": list,
+}
+ARRAYS = {
+    "range": lambda: range(3),
+    "deque": lambda: collections.deque([1, 2]),
+    "memoryview": lambda: memoryview(ROW),
+}
+LIST = "there is a list of numbers or strings", "np.array(list)"
+NO_LEAVES = {
+    "UserDict": (lambda: Encoding(x=ROW), "the mapping Encoding", ".map(dict)"),
+    "keys that are numbers": (lambda: Encoding({0: ROW}), "the mapping Encoding", ".map(dict)"),
+    "dict subclass": (lambda: Bunch(x=ROW), "the mapping Bunch", ".map(dict)"),
+    "Counter": (lambda: collections.Counter("ab"), "the mapping Counter", ".map(dict)"),
+    "ChainMap": (lambda: collections.ChainMap({"x": 1}), "the mapping ChainMap", ".map(dict)"),
+    "proxy": (lambda: types.MappingProxyType({}), "the mapping mappingproxy", ".map(dict)"),
+    "a mapping by its methods": (Settings, "the mapping Settings", ".map(dict)"),
+    "dataclass": (lambda: Unregistered(ROW), "the class Unregistered", "vars(leaf)"),
+    "set": (lambda: {1, 2}, "the class set", "np.array(sorted(leaf))"),
+    "datetime": (lambda: datetime.datetime(2020, 1, 1), "the class datetime", "str(leaf)"),
+    "Decimal": (lambda: decimal.Decimal(1), "the class Decimal", "str(leaf)"),
+    "Path": (lambda: pathlib.PurePosixPath("a"), "the class PurePosixPath", "str(leaf)"),
+    "list of ints": (lambda: [1, 2], *LIST),
+    "list of NumPy's integers": (lambda: list(ROW), *LIST),
+    "list of one number": (lambda: [1.5], *LIST),
+    "list of text": (lambda: ["a", "b"], *LIST),
+    "list of 0-d arrays": (lambda: [np.array(1), jax.numpy.array(2)], *LIST),
+    "list of lists": (lambda: [[1, 2], [3, np.int8(4)]], *LIST),
+    "list of tuples": (lambda: [(1, 2), (3, 4)], *LIST),
+    "bytes of an unknown dtype": (
+        lambda: np.zeros(2, ml_dtypes.bfloat16).view("V2"),
+        "a dtype that JAX lacks: |V2",
+        ".view(ml_dtypes.bfloat16)",
+    ),
+    "fields": (lambda: np.zeros(2, "i4,f4"), "a dtype that JAX lacks", "for name in x.dtype.names"),
+    "times": (lambda: np.zeros(2, "M8[ns]"), "a dtype that JAX lacks", ".astype(np.int64)"),
+}
+
+
+@pytest.mark.parametrize("make", {**TREES, **ARRAYS}.values(), ids={**TREES, **ARRAYS})
+@pytest.mark.parametrize("kind", sorted(STACKED))
+def test_a_tree_of_jax_is_a_tree_of_every_kind(kind, make):
+    batch = next(iter(KINDS[kind](lambda i: {"id": i, "x": make()}).shard_to(data_mesh(2))))
+    row = make() if make in TREES.values() else np.array(make())
+    assert jax.tree.structure(batch["x"]) == jax.tree.structure(row)
+    for leaf, like in zip(jax.tree.leaves(batch["x"]), jax.tree.leaves(row), strict=True):
+        np.testing.assert_array_equal(leaf, np.stack([like] * 4))
+
+
+@pytest.mark.parametrize(("make", "problem", "remedy"), NO_LEAVES.values(), ids=NO_LEAVES)
+@pytest.mark.parametrize("kind", sorted(STACKED))
+def test_what_is_neither_a_tree_nor_a_leaf_is_refused_by_its_name(kind, make, problem, remedy):
+    for record, path in (
+        (lambda i: {"id": i, "x": make()}, "batch['x']"),
+        (lambda i: make(), "batch"),
+    ):
+        with refused(f"{path}: ") as refusal:
+            next(iter(KINDS[kind](record).shard_to(data_mesh(2), mask_key=None, remainder="drop")))
+        assert problem in str(refusal.value)
+        assert remedy in str(refusal.value).split("remedy: ")[1]
+
+
+@pytest.mark.parametrize("name", ["UserDict", "dict subclass", "dataclass", "set", "Decimal"])
+def test_whole_trees_are_checked_as_well(name):
+    make, problem, remedy = NO_LEAVES[name]
+    batches = grain_shard.from_iterable([{"id": np.arange(4), "x": make()}])
+    for use in (
+        lambda: grain_shard.DevicePlacement().place_on_device({"x": make()}),
+        lambda: next(iter(batches.shard_to(data_mesh(2)))),
+        lambda: grain_shard.ArraySource({"x": make()}),
+    ):
+        with refused(problem) as refusal:
+            use()
+        assert remedy in str(refusal.value)
+
+
+def test_a_batch_with_a_list_of_numbers_is_refused():
+    batches = grain_shard.from_iterable([{"id": np.arange(4), "x": [1, 2, 3, 4]}])
+    with refused("batch['x']: there is a list of numbers"):
+        next(iter(batches.shard_to(data_mesh(2))))
+
+
+SCRIPT = """
+import concurrent.futures, dataclasses, multiprocessing, typing
+import grain, jax, numpy as np, grain_shard
+
+class Point(typing.NamedTuple):
+    x: object
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Row:
+    x: object
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
+        for cls in (Point, Row):
+            of_map = grain.MapDataset.range(4).map(lambda i: {"r": cls(np.int32(i))})
+            of_arrays = grain.MapDataset.source(grain_shard.ArraySource({"r": cls(np.arange(4))}))
+            for records in (of_map, of_arrays):
+                for where in ({}, {"num_workers": 1}, {"executor": executor}):
+                    try:
+                        with iter(records.batch(4).shard_to(jax.devices()[0], **where)) as batches:
+                            (batch,) = batches
+                        print(type(batch["r"]) is cls and batch["r"].x.tolist())
+                    except grain_shard.ShardingError as error:
+                        print(error.problem)
+"""
+
+
+@pytest.mark.slow
+def test_a_class_of_the_main_script_is_itself_elsewhere_or_refused_by_name(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+    rows, unknown = str([0, 1, 2, 3]), "JAX knows no tree of the class Row in this process."
+    assert done.stdout.split("\n")[:-1] == [rows] * 6 + [rows, unknown, unknown] * 2, done.stderr

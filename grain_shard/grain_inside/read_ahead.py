@@ -17,7 +17,7 @@ from typing import Any
 
 import grain
 
-from grain_shard.grain_inside.nodes import read_ahead
+from grain_shard.grain_inside.nodes import iter_batch_size, read_ahead
 
 # A function that makes a stream of a `MapDataset`, given the options of ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
@@ -25,7 +25,11 @@ MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 
 
-def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
+def replace_read_ahead(
+    ds: grain.IterDataset,
+    make_stream: MakeStream,
+    check_record: Callable[[Any], None] = lambda record: None,
+) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
 
     The user's functions are wrapped, so that a StopIteration in a function is an error.
@@ -38,6 +42,8 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
         ds: A stream.
         make_stream: Makes a stream of a `MapDataset`: its elements in order, without None. The
             state of the stream must be like Grain's, ``{"next_index": ...}``.
+        check_record: Checks the first record that Grain's own ``.batch`` stacks, if the stream ends
+            with ``.batch``. Grain would stack a mapping, for example, as an array of its keys.
 
     Returns:
         The stream. It is `ds` itself if there is nothing to replace or wrap, or if Grain's private
@@ -60,6 +66,8 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
+        if node is ds and iter_batch_size(node) is not None:
+            functions["_batch_fn"] = _checking(vars(node)["_batch_fn"], check_record)
         flat_map = getattr(vars(node).get("_transform"), "flat_map", None)
         if not (changed or functions or flat_map):
             return node
@@ -91,6 +99,21 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
 
 def _is_users(fn: Any) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith("grain.")
+
+
+def _checking(batch_fn: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    """Wraps a batch function so that the first record of the first batch is checked."""
+    is_checked = False
+
+    @functools.wraps(batch_fn)
+    def checking(records: Any) -> Any:
+        nonlocal is_checked
+        if not is_checked:
+            check(records[0])
+            is_checked = True
+        return batch_fn(records)
+
+    return checking
 
 
 def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,10 @@ import socket
 import threading
 import time
 from concurrent.futures import CancelledError, Executor, Future
+from typing import Any
 
+import cloudpickle
+import jax
 from absl import logging
 
 from grain_shard.errors import GrainShardError, describe_error
@@ -35,9 +38,11 @@ _LARGE_BYTES = 2**20
 # Most unpickled pipelines that a worker keeps.
 _KEPT = 8
 
-# The result of a task: a batch, the counts of failed reads, the seconds of work, and the name of
-# the worker. If the batch cannot be made, the result is the error.
-Made = tuple[Batch, FaultCounts, float, str] | BaseException
+# The result of a task: the leaves of a batch, its pickled structure, counts of failed reads, the
+# seconds of work, and the name of the worker. If the batch cannot be made, the result is the error.
+# The structure is pickled by `cloudpickle`, because most executors cannot send a class of the main
+# script, such as a NamedTuple.
+Made = tuple[list[Any], bytes, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
@@ -124,11 +129,11 @@ class ExecutorBatches(Producer[int]):
                 self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
         if isinstance(found, BaseException):
             raise found
-        batch, counts, seconds, worker = found
+        leaves, structure, counts, seconds, worker = found
         self._faults.add(counts)
         now = time.perf_counter()
         record(Span(WORK, worker, now - seconds, now))
-        return owned(batch)
+        return owned(pickle.loads(structure).unflatten(leaves))
 
     def _submitted(self, index: int) -> Future[Made]:
         try:
@@ -159,18 +164,19 @@ def make_batch(world: World | Elsewhere, pipeline: bytes, index: int) -> Made:
         index: The number of the batch.
 
     Returns:
-        A tuple (batch, counts of failed reads, seconds of work, name of the worker); or the error,
-        if the batch cannot be made.
+        A tuple (leaves of the batch, pickled structure of the batch, counts of failed reads,
+        seconds of work, name of the worker); or the error, if the batch cannot be made.
     """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
         batching, rules = world.run(_unpickled, pipeline)
         batch, counts = world.run(counted_batch, batching, rules, index)
+        leaves, structure = jax.tree.flatten(batch)
     except Exception as error:
         error.add_note(f"grain_shard: in {process}")
         return sendable(error)
     worker = f"thread {threading.get_ident()} of {process}"
-    return batch, counts, time.perf_counter() - start, worker
+    return leaves, cloudpickle.dumps(structure), counts, time.perf_counter() - start, worker
 
 
 def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:

@@ -17,7 +17,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
-from grain_shard.trees import FlatBatch, as_arrays, flatten, is_text, path_of
+from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
@@ -59,7 +59,7 @@ class RowStacker:
         self.structure: Any = structure
         self.name: str = name
         self._first = name.format(origin)
-        _refuse_lists(row)
+        check_lists(row)
         if not leaves:
             raise ShardingError(
                 f"{self._first} holds no array and no number, so its batch would be empty.",
@@ -213,31 +213,6 @@ class RowStacker:
             remedy="return the same tree for every row from .map. A leaf that is None in one row"
             " must be None in all rows.",
         )
-
-
-def _refuse_lists(row: Any) -> None:
-    """Raises an error if a row has a list of numbers or strings.
-
-    JAX would take each item of the list for a separate leaf.
-
-    Raises:
-        ShardingError: The row has such a list.
-    """
-    for keys, node in jax.tree_util.tree_flatten_with_path(row, is_leaf=_is_list_of_values)[0]:
-        if _is_list_of_values(node):
-            raise ShardingError(
-                f"the row holds a list of {len(node)} numbers or strings. JAX takes each item for a"
-                " leaf, so the batch would hold an array for each item.",
-                path=path_of(keys),
-                leaf="list",
-                remedy='turn the list into an array: call .with_format("numpy") on a Hugging Face'
-                " dataset, or np.array(list) in .map before .batch.",
-            )
-
-
-def _is_list_of_values(node: Any) -> bool:
-    values = bool | int | float | str | bytes
-    return type(node) is list and len(node) > 1 and all(isinstance(x, values) for x in node)
 
 
 class RowTemplate:

@@ -21,7 +21,7 @@ from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
 from grain_shard.spans import READ, span
-from grain_shard.trees import Batch
+from grain_shard.trees import Batch, check_record
 
 
 @dataclass
@@ -143,7 +143,8 @@ class StreamDataset(grain.IterDataset):
                 return RecordStream(reads, None, records, options)
             return RetriedRecords(records, faults).to_iter_dataset(options)
 
-        return StreamIterator(iter(replace_read_ahead(self.source, stream_of)), self, faults, reads)
+        source = replace_read_ahead(self.source, stream_of, check_record)
+        return StreamIterator(iter(source), self, faults, reads)
 
     def __iter__(self) -> StreamIterator:
         return self.iterate(Faults(FAIL_AT_ONCE))

@@ -6,8 +6,9 @@ import mmap
 import os
 import platform
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +18,20 @@ from grain_shard.errors import ShardingError, describe_leaf
 _ON_DISK = "sec2"
 
 
-class Sendable(Protocol):
+class Sendable(ABC):
     """What is pickled in place of an array."""
 
+    @abstractmethod
     def check(self) -> None:
         """Checks that `open` returns the same array, in the process that calls this.
 
         Raises:
             ShardingError: The file cannot be opened again, or is another one by now.
         """
-        ...
 
+    @abstractmethod
     def open(self) -> Any:
         """Returns the array."""
-        ...
 
 
 def sendable(leaf: str, array: Any) -> Sendable:
@@ -128,7 +129,7 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Held(Sendable):
     """An array that is sent whole."""
 
     array: Any
@@ -141,7 +142,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _Mapped(Sendable):
     """A view of a memory map.
 
     Attributes:
@@ -198,7 +199,7 @@ def _address(array: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
-class _Hdf5:
+class _Hdf5(Sendable):
     """A dataset of h5py, which cannot be pickled.
 
     Attributes:

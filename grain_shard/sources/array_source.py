@@ -14,7 +14,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.source_reads import takes_array
 from grain_shard.sources.array_files import Sendable, pinned, sendable
-from grain_shard.trees import flatten
+from grain_shard.trees import check_leaf, flatten
 
 
 class ArraySource:
@@ -98,7 +98,7 @@ class ArraySource:
     def __reduce__(self) -> Any:
         for array in self._sendable:
             array.check()
-        return _opened, (self._structure, self._sendable, self._digests())
+        return _opened, (self._structure.unflatten(self._sendable), self._digests())
 
     def _digests(self) -> list[str]:
         """Returns a digest of two rows of each array, the first one and the middle one."""
@@ -125,6 +125,7 @@ def _checked(path: str, array: Any) -> Any:
     except TypeError:  # for typed PRNG keys (JAX), or a dtype of another library
         problem, holds_objects = "the leaf has a dtype that NumPy lacks.", False
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        check_leaf(path, array)
         problem = "the leaf is not an array."
     elif not array.shape:
         problem = "the leaf is a scalar, so it has no axis along which records could lie."
@@ -146,20 +147,17 @@ def _checked(path: str, array: Any) -> Any:
     return array.view(np.ndarray) if isinstance(array, np.ndarray) else pinned(path, array)
 
 
-def _opened(structure: Any, sent: Sequence[Sendable], digests: Sequence[str]) -> ArraySource:
+def _opened(sent: Any, digests: Sequence[str]) -> ArraySource:
     """Returns an `ArraySource` in another process.
 
     Args:
-        structure: The structure of the tree.
-        sent: What was sent in place of each array.
+        sent: The tree of arrays, with a `Sendable` in place of each.
         digests: A digest of some rows of each array, as the sending process reads them.
 
     Raises:
-        ShardingError: This process would read other rows.
+        ShardingError: This process would read other rows, or does not know a class of the tree.
     """
-    for array in sent:
-        array.check()
-    source = ArraySource(structure.unflatten([array.open() for array in sent]))
+    source = ArraySource(jax.tree.map(_again, sent))
     for path, found, wanted in zip(source._paths, source._digests(), digests, strict=True):
         if found != wanted:
             raise ShardingError(
@@ -170,3 +168,10 @@ def _opened(structure: Any, sent: Sequence[Sendable], digests: Sequence[str]) ->
                 " path, and that do not change; or read it into memory, array[:].",
             )
     return source
+
+
+def _again(sent: Any) -> Any:
+    if not isinstance(sent, Sendable):  # of a class that JAX does not know in this process
+        return sent
+    sent.check()
+    return sent.open()
