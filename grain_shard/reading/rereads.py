@@ -42,6 +42,8 @@ _ALONE_S = 0.1
 # Number of threads that read at the same time, the share of the records that each of them reads,
 # and the time in seconds after which no thread reads a further record, or pauses.
 _THREADS, _SHARE, _TOGETHER_S = 4, 0.25, 0.1
+# Most seconds that a thread waits until the other threads have started.
+_STARTED_S = 1.0
 # Seconds of a pause after each function that a thread has called, so that other threads run. With
 # four threads and four records each, a source that seeks and reads in one file gave a wrong record
 # in 40 of 40 runs, after 6 ms; a tarfile in 39, after 23 ms.
@@ -285,7 +287,7 @@ class Sample:
             world.enter()
             order = np.random.default_rng(rank).permutation(list(alone))[:each].tolist()
             with contextlib.suppress(threading.BrokenBarrierError):
-                all_started.wait(_TOGETHER_S)
+                all_started.wait(_STARTED_S)
             until = time.perf_counter() + _TOGETHER_S
             for record in order:
                 is_late = counts[rank] and time.perf_counter() > until
