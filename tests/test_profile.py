@@ -310,6 +310,27 @@ class TestProfile:
         cut_off = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
         assert cut_off.processor_s("read") == 1.5
 
+    def test_seconds_a_batch_are_those_of_the_stages(self):
+        lengths = {"read": [1.0, 2.0, 3.0, 2.0], "pad": [0.5, 0.25], "place": [0.25, 0.75, 0.5]}
+        spans = [Span(stage, "t", 0, s) for stage, all_s in lengths.items() for s in all_s]
+        figures = Profile(2, 2, 0, 10.0, tuple(spans)).figures
+        a_batch = [getattr(figures, f"{stage}_s") for stage in ("read", "batch", "pad", "place")]
+        assert a_batch == [4.0, None, 0.375, 0.5]
+        assert figures.stage_s("read") == 8.0
+        profiled = profile(sharded(), step, 5, warmup=3)
+        for stage, seconds in profiled.stages_s.items():
+            assert getattr(profiled.figures, f"{stage}_s") == seconds
+
+    @pytest.mark.parametrize("mask_key", ["valid_mask", "real"])
+    def test_rows_that_the_mask_leaves_out_are_no_examples(self, mask_key):
+        ds = (
+            grain.MapDataset.range(20)
+            .map(record)
+            .batch(8)
+            .shard_to(data_mesh(1), mask_key=mask_key)
+        )
+        assert profile(ds, step, 3, warmup=0).num_examples == 20
+
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT, Span, recorded, span
 from grain_shard.stats.counts import mask_of, size_of
 from grain_shard.trees import MASK_KEY
@@ -35,6 +36,8 @@ def run_loop(
     """
     sizes: list[dict[str, int]] = []
     masks: list[Any] = []
+    pipeline = sharded(ds)
+    mask_key = MASK_KEY if pipeline is None else pipeline.host.padding.mask_key
     with contextlib.ExitStack() as cleanup, recorded() as spans:
         iterator = iter(ds)
         if iterator is not ds:
@@ -48,7 +51,7 @@ def run_loop(
             sizes.append(size_of(batch))
             # Masks are summed after the loop. The sum takes time, in which the pipeline would make
             # more batches than in a real loop.
-            masks.append(mask_of(batch, MASK_KEY))
+            masks.append(mask_of(batch, mask_key))
             if step is not None:
                 _take(step, batch)
             # Without this the devices would hold one batch more than the pipeline allows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, WORK, Span
@@ -52,6 +52,22 @@ class Pipeline:
         )
 
 
+@dataclass(frozen=True)
+class _LoopFigures(Figures):
+    """Figures of a measured loop. A batch takes as long as `Measurement.stages_s` says.
+
+    The sums are of the measured loop alone. But its batches were made in part during the warm-up.
+
+    Attributes:
+        batch_stages_s: Seconds per batch by stage.
+    """
+
+    batch_stages_s: Mapping[str, float] = field(default_factory=dict)
+
+    def _a_batch(self, stage: str) -> float | None:
+        return self.batch_stages_s.get(stage)
+
+
 @dataclass(frozen=True, repr=False)
 class Measurement:
     """A measured loop, which waited until each batch was on the devices and then ran a step.
@@ -73,8 +89,8 @@ class Measurement:
             "wait" (until a batch is on the devices) and "step" (until the step's result is
             computed). In a span of "room" a thread rests, because a buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.
-        num_examples: Number of rows of the measured global batches. If a batch has a "valid_mask"
-            that the step did not donate, only the rows for which the mask is True are counted.
+        num_examples: Number of rows of the measured global batches. If a batch has a mask that the
+            step did not donate, only the rows for which the mask is True are counted.
         num_bytes: Bytes of the measured global batches, padding included.
         read_threads: The number of reading threads at the end and the reason for it, as text; ""
             if not known.
@@ -116,7 +132,8 @@ class Measurement:
             stages_s[one.thread, one.stage] += one.end - one.start
         sums = {"batches": self.num_batches, "records": self.num_examples, "bytes": self.num_bytes}
         spent = {stage: Figures(stages_s=stages_s).stage_s(stage) for stage in LOOP}
-        return Figures({**sums, **spent, "seconds": self.seconds}, stages_s)
+        sums |= {**spent, "seconds": self.seconds}
+        return _LoopFigures(sums, stages_s, batch_stages_s=self.stages_s)
 
     @property
     def examples_per_second(self) -> float:
