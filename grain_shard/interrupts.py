@@ -2,9 +2,10 @@
 
 Python raises KeyboardInterrupt in the main thread between any two instructions. For example, it may
 come after a lock is taken and before its ``with`` block begins, or inside `threading.Condition`,
-whose own code then fails. Most training loops run in the main thread. So the main thread takes no
-lock of this package. It waits by a `Bell`, and leaves work of several steps to another thread, by
-`Uninterrupted`.
+whose own code then fails. Most training loops run in the main thread. So ``next`` and ``close`` of
+an iterator take no lock of this package there. They wait by a `Bell`, and leave work of several
+steps to another thread, by `Uninterrupted`. A call that reads in the calling thread, such as
+``ds[i]`` or ``abstract_batch``, takes locks.
 """
 
 from __future__ import annotations

@@ -25,10 +25,6 @@ _BYTES_AT_A_TIME = 2**20
 # The structure of all rows is learned from the first readable record. At most this many records are
 # tried.
 _MOST_LOOKED_AT = 1000
-# A lock that is held while one record is read to learn the structure of all rows. It is no
-# attribute of a `RowTemplate`, because worker processes get a pickled template, and locks cannot be
-# pickled.
-_LEARNING = threading.Lock()
 
 # The types of masked arrays and of masked scalars.
 _MASKED = {np.ma.MaskedArray, type(np.ma.masked)}
@@ -230,6 +226,13 @@ class RowTemplate:
         self.records: grain.MapDataset = records
         self.rows_at_a_time: int = 1
         self._stacker: RowStacker | None = None
+        self._learning = threading.Lock()  # held while a record is read to learn the structure
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_learning": None}  # a lock cannot be pickled for a worker process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "_learning": threading.Lock()}
 
     def stacker(self, faults: Faults, known: Callable[[], Known] | None = None) -> RowStacker:
         """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
@@ -245,7 +248,7 @@ class RowTemplate:
             ShardingError: The row cannot be stacked.
         """
         if self._stacker is None:
-            with _LEARNING:
+            with self._learning:
                 if self._stacker is None:
                     row, record = known() if known else self._first(faults)
                     stacker = RowStacker(row, "record {}", record)
