@@ -1,6 +1,6 @@
-"""Records and batches as trees: what is a leaf, the paths of leaves, and checks of batches.
+"""Records and batches as trees: their leaves, the paths of leaves, and checks of batches.
 
-JAX decides what is a tree: dict, list, tuple, NamedTuple, OrderedDict, defaultdict, None, and
+For JAX a tree is a dict, list, tuple, NamedTuple, OrderedDict, defaultdict, None, and
 registered classes. A leaf is an array, a number or text. Anything else is refused by its name.
 """
 
@@ -92,8 +92,8 @@ def check_record(record: Any) -> None:
 def check_leaf(path: str, leaf: Any) -> None:
     """Checks that a leaf of JAX is an array, a number or text, or a sequence of these.
 
-    It may also be an object of a class that JAX does not know. Of a mapping NumPy would make an
-    array of the keys.
+    It may also be an object of a class that JAX does not know. NumPy would take the keys of a
+    mapping for its data.
 
     Args:
         path: The path of the leaf.

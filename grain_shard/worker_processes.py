@@ -57,7 +57,7 @@ _ON_DEVICES = {
 }
 # In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
-# Signals to a whole job. The training script decides what they mean, so the workers ignore them.
+# Signals to a whole job. They are meant for the training script, so the workers ignore them.
 _TO_THE_JOB = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 

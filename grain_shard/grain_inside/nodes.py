@@ -322,7 +322,7 @@ def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
 def text(ds: grain.MapDataset | grain.IterDataset) -> str:
     """Returns a node's text. Lists, ranges and arrays as a source have the same text.
 
-    Of these only the records count, which may be the same in another container.
+    Only their records count, because another container may hold the same records.
     """
     source = getattr(ds, "_source", None)
     is_container = isinstance(source, list | tuple | range) or hasattr(source, "dtype")

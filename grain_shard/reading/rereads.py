@@ -324,7 +324,7 @@ def compare(
         wait_until_idle: Waits until no other thread of the pipeline reads.
 
     Returns:
-        A difference that says nothing, because the record is random or changes with time; None if
+        A difference of a record that is random or changes with time, which is no fault; None if
         there is no difference.
 
     Raises:

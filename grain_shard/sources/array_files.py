@@ -1,4 +1,4 @@
-"""How an array of an `ArraySource` reaches another process: by its file, or as a copy."""
+"""Sends the arrays of an `ArraySource` to another process: by their files, or as copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ON_DISK = "sec2"
 
 
 class Sendable(ABC):
-    """What is pickled in place of an array."""
+    """A stand-in for an array, which is pickled in its place."""
 
     @abstractmethod
     def check(self) -> None:
@@ -35,7 +35,7 @@ class Sendable(ABC):
 
 
 def sendable(leaf: str, array: Any) -> Sendable:
-    """Returns what is pickled in place of an array.
+    """Returns the stand-in for an array, which is pickled in its place.
 
     Args:
         leaf: The path of the array in its tree, for messages.

@@ -86,7 +86,7 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
 
     Args:
         ds: The dataset that `shard_to` returned.
-        batches: Most batches to read. Of large batches fewer are read, for at most 1 GiB.
+        batches: Most batches to read. Fewer are read if they have more than 1 GiB together.
         seconds: Seconds after which no further batch is read. A proof for which time ran out says
             how many batches it compared.
 

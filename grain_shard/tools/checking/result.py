@@ -17,7 +17,7 @@ class Line:
     """One proof about a pipeline.
 
     Attributes:
-        name: The way in which batches were read, or what was proved about them.
+        name: The way in which batches were read, or the proof.
         compared: Number of batches and rows that were compared; "" if nothing was compared.
         found: "ok", "failed", or the reason why the proof does not apply or was not made.
         error: The first difference, with its remedy; None if none was found.
