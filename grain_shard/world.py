@@ -1,8 +1,8 @@
 """`World`: the contexts, settings and flags of the user's functions, the same wherever they run.
 
 A record is read by the loop's thread, by background threads, by worker processes and by the tasks
-of an executor. If contexts, settings or flags differed, so would the records, without an error. So the world of the thread that opens an iterator
-goes along:
+of an executor. If contexts, settings or flags differed, so would the records, without an error. So
+the world of the thread that opens an iterator goes along:
 
 * into threads: the values of all `ContextVar` objects (`numpy.errstate` is one of them), JAX's mesh
   and JAX's settings,
