@@ -78,15 +78,23 @@ def _has_mixed_keys(node: Any) -> bool:
     return isinstance(node, dict) and len({isinstance(key, str) for key in node}) > 1
 
 
-def check_record(record: Any) -> None:
-    """Checks that a record is a tree of arrays, numbers and text, without lists of them.
+def check_record(record: Any, *, is_changed_later: bool) -> None:
+    """Checks a record that Grain's own ``.batch`` stacks.
+
+    Args:
+        record: The record.
+        is_changed_later: True if functions of the user change the batch. They may make arrays of
+            lists and of objects. So only mappings are refused of which NumPy stacks the keys.
 
     Raises:
-        ShardingError: A leaf is an object of another class, or there is a list of numbers or text.
+        ShardingError: A leaf is an object of a class that JAX does not know, or there is a list of
+            numbers or text.
     """
-    check_lists(record)
+    if not is_changed_later:
+        check_lists(record)
     for path, leaf in zip(*flatten(record)[:2], strict=True):
-        check_leaf(path, leaf)
+        if not is_changed_later or (_is_mapping(leaf) and np.ndim(leaf)):
+            check_leaf(path, leaf)
 
 
 def check_leaf(path: str, leaf: Any) -> None:
@@ -105,11 +113,10 @@ def check_leaf(path: str, leaf: Any) -> None:
     if isinstance(leaf, np.ndarray | np.generic | int | float | complex | str | bytes):
         return
     name, has = type(leaf).__name__, set(dir(leaf))
-    is_array = not has.isdisjoint(["__array__", "__array_interface__"])
-    if isinstance(leaf, Mapping) or (has >= {"keys", "__getitem__"} and not is_array):
+    if _is_mapping(leaf):
         problem = f"JAX knows no tree of the mapping {name}, so its values would be lost."
         remedy = "turn it into a dict: .map(dict) for a whole record, dict(leaf) for a leaf of it."
-    elif is_array or has >= {"__len__", "__getitem__"}:
+    elif _is_array(leaf) or has >= {"__len__", "__getitem__"}:
         return
     elif "__iter__" in has:
         problem = f"NumPy makes no array of the items of the class {name}."
@@ -126,6 +133,15 @@ def check_leaf(path: str, leaf: Any) -> None:
         problem = f"the class {name} is neither an array, nor a number, nor text."
         remedy = "turn it into a number in .map, or into text by str(leaf), or drop the leaf."
     raise ShardingError(problem, path=path, leaf=name, remedy=remedy)
+
+
+def _is_mapping(leaf: Any) -> bool:
+    looks_like_one = hasattr(leaf, "keys") and hasattr(leaf, "__getitem__")
+    return isinstance(leaf, Mapping) or (looks_like_one and not _is_array(leaf))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")
 
 
 def check_lists(tree: Any) -> None:

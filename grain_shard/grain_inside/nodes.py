@@ -58,6 +58,7 @@ class BatchNode:
         records: The dataset that is batched.
         global_batch_size: The size B of a full batch.
         drop_remainder: True if Grain drops the short batch.
+        stacks: True if ``.batch`` has Grain's default batch function.
         only_stacks: True if a row of a batch depends on its record alone. That is so with Grain's
             default batch function and no ``.map`` after it.
         num_epochs: Number of times that the pipeline passes over the batches of ``.batch``; None if
@@ -69,6 +70,7 @@ class BatchNode:
     records: grain.MapDataset
     global_batch_size: int
     drop_remainder: bool
+    stacks: bool
     only_stacks: bool
     num_epochs: int | None
 
@@ -132,6 +134,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         records=records,
         global_batch_size=size,
         drop_remainder=drop,
+        stacks=default_batch_fn,
         only_stacks=only_stacks and default_batch_fn,
         num_epochs=len(ds) // max(1, len(node)) if in_order else None,
     )

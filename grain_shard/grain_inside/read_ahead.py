@@ -21,6 +21,8 @@ from grain_shard.grain_inside.nodes import iter_batch_size, read_ahead
 
 # A function that makes a stream of a `MapDataset`, given the options of ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
+# A function that checks a record, and is told if functions of the user change the batch later.
+CheckRecord = Callable[..., None]
 # Attributes in which Grain's nodes keep a user's function.
 _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 
@@ -28,7 +30,7 @@ _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 def replace_read_ahead(
     ds: grain.IterDataset,
     make_stream: MakeStream,
-    check_record: Callable[[Any], None] = lambda record: None,
+    check_record: CheckRecord = lambda record, is_changed_later: None,
 ) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
 
@@ -42,8 +44,8 @@ def replace_read_ahead(
         ds: A stream.
         make_stream: Makes a stream of a `MapDataset`: its elements in order, without None. The
             state of the stream must be like Grain's, ``{"next_index": ...}``.
-        check_record: Checks the first record that Grain's own ``.batch`` stacks, if the stream ends
-            with ``.batch``. Grain would stack a mapping, for example, as an array of its keys.
+        check_record: Checks the first record that Grain's own ``.batch`` stacks. Grain would stack
+            mappings, for example, as an array of their keys.
 
     Returns:
         The stream. It is `ds` itself if there is nothing to replace or wrap, or if Grain's private
@@ -66,8 +68,9 @@ def replace_read_ahead(
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
-        if node is ds and iter_batch_size(node) is not None:
-            functions["_batch_fn"] = _checking(vars(node)["_batch_fn"], check_record)
+        if iter_batch_size(node) is not None:
+            check = functools.partial(check_record, is_changed_later=node is not ds)
+            functions["_batch_fn"] = _checking(vars(node)["_batch_fn"], check)
         flat_map = getattr(vars(node).get("_transform"), "flat_map", None)
         if not (changed or functions or flat_map):
             return node

@@ -21,7 +21,7 @@ from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.rereads import Leaves, Sample, leaves_of_row
 from grain_shard.reading.stack import RowTemplate
-from grain_shard.trees import Batch, FlatBatch
+from grain_shard.trees import Batch, FlatBatch, check_record, is_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,7 @@ class Wholes:
     def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
         self.ds: grain.MapDataset = ds
         self.made_of = made_of
+        self._is_checked = False
 
     @property
     def per_epoch(self) -> int:
@@ -103,6 +104,20 @@ class Wholes:
         batch = FlatBatch.of(self.ds[0])
         refuse_records(self.ds, batch)
         return batch.rows
+
+    def check_record(self, batch: FlatBatch) -> None:
+        """Checks a record if a batch may have the keys of mappings in place of their values.
+
+        Raises:
+            ShardingError: The records have a mapping that JAX does not know.
+        """
+        node = None if self.made_of is None else self.made_of.node
+        if node is None or not node.stacks or self._is_checked:
+            return
+        # The keys of each record are a row of text.
+        if any(array.ndim > 1 and is_text(array) for array in batch.arrays):
+            check_record(node.records[0], is_changed_later=True)
+            self._is_checked = True
 
 
 class _WholeBatch(BatchBuilder):
@@ -126,6 +141,7 @@ class _WholeBatch(BatchBuilder):
             ShardingError: The batch has an unexpected number of rows.
         """
         flat, batching, rows = FlatBatch.of(elements[0]), self._batching, None
+        batching.batches.check_record(flat)
         made_of = batching.batches.made_of
         if made_of is not None:
             cuts = batching.cuts if made_of.sliced is None else made_of
