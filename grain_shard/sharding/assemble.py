@@ -88,7 +88,7 @@ class Assembler:
         # more time.
         self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
-    @jax.transfer_guard("allow")  # to place a batch is an explicit transfer
+    @jax.transfer_guard_host_to_device("allow")  # to place a batch is an explicit transfer
     def __call__(self, batch: Batch) -> Batch:
         """Returns the global batch that this host's batch is a part of.
 

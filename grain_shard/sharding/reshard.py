@@ -33,7 +33,6 @@ class Resharder:
         # The next call must not repeat the move, because the other hosts do not repeat it.
         self._moved: tuple[Batch, Sequence[jax.Array]] | None = None
 
-    @jax.transfer_guard("allow")
     def __call__(self, batch: Batch) -> Batch:
         """Returns the same global batch in the training step's shardings. Text is unchanged.
 
