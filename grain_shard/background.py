@@ -4,7 +4,7 @@ Grain's own background stage can hang on a BaseException, blocks in ``close`` fo
 source blocks, and can abort the interpreter at exit. This stage replaces it and promises:
 
 * Results come in order, even if a later result is ready first.
-* At most `buffer_size` results exist at a time, including unfinished ones.
+* At most `buffer_size` results exist at a time, ready or being made.
 * An exception of any class that the work raises reaches the consumer; from then on ``next`` keeps
   raising it.
 * No thread outlives its consumer: ``close``, garbage collection and the end of the interpreter stop

@@ -35,16 +35,14 @@ def test_a_recipe_is_at_most_25_lines_and_its_packages_are_pinned(name):
 
 
 def test_a_line_of_a_run_takes_the_place_of_the_one_before_it():
-    page = "<!-- the last runs -->\n```text\nb newest, 2025: old\na newest, 2025: kept\n```\n"
-    assert with_results(page, {"b newest": "b newest, 2026: new"}).splitlines()[2:4] == [
-        "a newest, 2025: kept",
-        "b newest, 2026: new",
-    ]
+    lines = "b newest, 2025: old\na newest, 2025: kept\n"
+    new = {"b newest": "b newest, 2026: new"}
+    assert with_results(lines, new) == "a newest, 2025: kept\nb newest, 2026: new\n"
 
 
 def test_a_client_that_cannot_be_installed_leaves_the_others(tmp_path, monkeypatch, capsys):
-    page = tmp_path / "recipes.md"
-    page.write_text("<!-- the last runs -->\n```text\n```\n")
+    runs = tmp_path / "last_runs.txt"
+    runs.touch()
 
     def check(name, pins, timeout_s):
         if name == "gemma":
@@ -52,9 +50,9 @@ def test_a_client_that_cannot_be_installed_leaves_the_others(tmp_path, monkeypat
         return True, f"{name} {pins}, today: 13 checks held"
 
     monkeypatch.setattr(command, "check", check)
-    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command, "RUNS", runs)
     monkeypatch.setattr(sys, "argv", ["clients", "gemma", "tunix", "--write"])
     assert command.main() == 1
     refused, held = capsys.readouterr().out.splitlines()
     assert refused.startswith("gemma newest: not run: Command 'pip install' returned")
-    assert held in page.read_text()
+    assert held in runs.read_text()

@@ -37,7 +37,6 @@ TESTS = {}
 # By the test that keeps them, the rows that promise no more than the package does anyway.
 ELSEWHERE = {
     "test_contract.py: test_every_record_is_in_exactly_one_valid_row": (
-        "a last batch that is short",
         "`Pipeline(source, stages, batch_size)`",
         "`JaxProcessSharderModule`",
         "`DataLoader(batch_size=per_gpu)`",

@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
         shardings: Shardings of every leaf of the batch.
-        cpu_buffer_size: Most batches in host memory, including unfinished ones.
+        cpu_buffer_size: Most batches in host memory, ready or being made.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
         num_threads: Number of threads that read side by side, for a `MapDataset` or `FeedBatches`.
             None adapts the number while the pipeline runs.

@@ -162,8 +162,8 @@ def check_fingerprint(
                 f" new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
-            remedy += " All transformations and their options must be the same, because transforms"
-            remedy += " is a digest of them. Their number changes the seeds, too."
+            remedy += " All transformations and their options must be the same. If one is added or"
+            remedy += " removed, the random seeds of the others change, too."
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)

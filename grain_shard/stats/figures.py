@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _Key = TypeVar("_Key", bound=Hashable)
 _MS, _MB = 1e3, 1e-6
 # The first words of each line of ``str(Figures)``.
-DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
+DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "threads' time for a batch"
 
 
 class Figure(NamedTuple):
@@ -189,7 +189,7 @@ class Figures:
         """
         return self._a_batch(READ)
 
-    @_figure(THREADS, "of which your functions {:,.2f} ms", _MS)
+    @_figure(THREADS, "your functions (a part of read) {:,.2f} ms", _MS)
     def map_s(self) -> float | None:
         """Seconds per batch in the user's functions, summed over all threads; a part of `read_s`.
 

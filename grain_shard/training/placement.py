@@ -102,7 +102,7 @@ def prefetch_to_device(
         size: Most batches that wait on the devices or are on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for the first device of this process.
-        cpu_buffer_size: Most batches on the host, including unfinished ones; None for
+        cpu_buffer_size: Most batches on the host, ready or being made; None for
             ``2 * size``.
 
     Returns:

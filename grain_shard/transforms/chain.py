@@ -77,10 +77,10 @@ def shard_to(
         pad_value: The value in rows of padding, where the mask is False: a number, or a tree
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
-        cpu_buffer_size: Most batches on the host at a time, including unfinished ones; by default
-            4. With `num_workers` there may be more. This process then keeps one batch, and Grain
-            keeps four for each worker: 33 with 8 workers. For feeds Grain keeps four in all, so
-            there are 5.
+        cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
+            With `num_workers` there may be more. This process then keeps one batch, and Grain keeps
+            four for each worker: 33 with 8 workers. For feeds Grain keeps four in all, so there are
+            5.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
         num_threads: Number of threads that read at the same time, from a `MapDataset` or for all
@@ -108,11 +108,10 @@ def shard_to(
             hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
             host yields the same whole batches. "local": each host yields the rows of its own
             devices, from its own slice of the source (see `ShardByMesh`).
-        read: The way to read a row that several hosts hold, because a mesh axis that does not shard
-            the rows spans these hosts (for a `MapDataset` or feeds). "needed": each host reads the
-            rows that its devices hold, so several hosts read the same row. "once": one host reads
-            each row, and the devices exchange rows when the loop gets the batch. The number of
-            devices must then divide the rows of the padded batch.
+        read: The hosts that read a row (for a `MapDataset` or feeds). If a model axis spans hosts,
+            several hosts need the same rows. "needed": each host reads the rows that its devices
+            hold. "once": one host reads each row, and the devices exchange rows when the loop gets
+            the batch. The number of devices must then divide the rows of the padded batch.
             On several TPU slices "once" is an error, because the network between them is slow.
             "auto": "once" if the devices are in one slice and divide the batch, and "once" reads
             fewer rows, else "needed". It is also "needed" with fewer feeds than hosts.

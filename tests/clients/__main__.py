@@ -20,6 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
+RUNS = FOLDER / "last_runs.txt"
 CLIENTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if path.read_text().startswith("# /// script")
 )
@@ -29,7 +30,6 @@ RECIPE = re.compile(r"^# recipe\n(.*?)^# end of recipe\n", re.DOTALL | re.MULTIL
 SHOWN = re.compile(
     r"(<!-- not run: the recipe of tests/clients/(\w+)\.py -->\n```python\n)(.*?)(```)", re.DOTALL
 )
-RESULTS = re.compile(r"(<!-- the last runs -->\n```text\n)(.*?)(```)", re.DOTALL)
 
 
 def metadata(name: str) -> dict:
@@ -63,16 +63,17 @@ def with_recipes(page: str) -> str:
     return SHOWN.sub(lambda found: found[1] + recipe(found[2]) + found[4], page)
 
 
-def with_results(page: str, results: dict[str, str]) -> str:
-    """The page with these lines, by the words that begin them, in the place of older ones."""
+def with_results(lines: str, results: dict[str, str]) -> str:
+    """The lines of the last runs, with new lines in the place of older ones.
 
-    def merged(found: re.Match) -> str:
-        # Without the names of the checks, which the page tells once.
-        short = {begin: re.sub(r" held \(.*?\)", " held", line) for begin, line in results.items()}
-        old = {re.split(r",|:", line)[0]: line for line in found[2].splitlines()}
-        return found[1] + "".join(f"{line}\n" for _, line in sorted((old | short).items())) + "```"
-
-    return RESULTS.sub(merged, page)
+    Args:
+        lines: The lines so far.
+        results: New lines by their first words, which name the client and its pins.
+    """
+    # Without the names of the checks, which docs/recipes.md gives once.
+    short = {begin: re.sub(r" held \(.*?\)", " held", line) for begin, line in results.items()}
+    old = {re.split(r",|:", line)[0]: line for line in lines.splitlines()}
+    return "".join(f"{line}\n" for _, line in sorted((old | short).items()))
 
 
 def package_of(requirement: str) -> str:
@@ -198,7 +199,7 @@ def main() -> int:
     pins = ("lowest", "newest", "both")
     parser.add_argument("--pins", choices=pins, default="newest", help="of the packages")
     parser.add_argument("--timeout", type=float, default=1500, metavar="S", help="of a client")
-    write = "write the recipes, and the lines of what ran, into docs/recipes.md"
+    write = f"write the recipes into docs/recipes.md, and the results into {RUNS.name}"
     parser.add_argument("--write", action="store_true", help=write)
     parser.add_argument("--python", metavar="NAME", help="print the client's Python, and end")
     args = parser.parse_args()
@@ -223,7 +224,7 @@ def main() -> int:
             print(line, flush=True)
             all_held &= held
             if args.write:  # now: the next client may take half an hour
-                PAGE.write_text(with_results(PAGE.read_text(), {f"{name} {chosen}": line}))
+                RUNS.write_text(with_results(RUNS.read_text(), {f"{name} {chosen}": line}))
     return 0 if all_held else 1
 
 

@@ -21,7 +21,7 @@ class Pipeline:
     """The facts of a pipeline on which the advice for it depends.
 
     Attributes:
-        cpu_buffer_size: Most batches on the host, including unfinished ones.
+        cpu_buffer_size: Most batches on the host, ready or being made.
         num_workers: Number of worker processes that make the batches; 0 if threads make them.
         has_executor: True if an executor makes the batches.
         is_stream: True if batches can only be read in order, as in a stream or in feeds.
