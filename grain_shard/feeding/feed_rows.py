@@ -154,7 +154,7 @@ class FeedRows:
                 rows += [stacker.empty_row] * count
             feeds += [feed] * (len(rows) - len(feeds))
         if missing and self.padding is not None:
-            self.padding.made()
+            self.padding.warn_if_unmasked()
         arrays = stacker.empty(len(rows))
         stacker.write(arrays, rows, 0, feeds)
         batch = stacker.batch(arrays)

@@ -28,7 +28,7 @@ from grain_shard.grain_inside.source_reads import BatchedRead, batched_read_of, 
 
 Apply = Callable[..., Any]
 # A function, and the index of each element if the function takes an index.
-Step = tuple[Apply, np.ndarray | None]
+RouteStep = tuple[Apply, np.ndarray | None]
 
 # Elements that were read. A list can be emptied while its elements are used. The rows of an
 # `ArrayRows` are copied only when they are used.
@@ -124,7 +124,7 @@ class Route:
 
     ds: grain.MapDataset
     indices: np.ndarray
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RouteStep, ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
         """Returns a `Route` for only the elements from position `start` up to `stop`."""
@@ -389,7 +389,7 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
         ds: Any dataset.
         indices: int64[n]; indices past the end are in later epochs, as in Grain.
     """
-    steps: list[Step] = []
+    steps: list[RouteStep] = []
     try:
         while True:
             kind = type(ds)

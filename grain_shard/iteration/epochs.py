@@ -179,6 +179,7 @@ class EpochBatches(Iterator[Batch]):
 
         A loop over the epochs then goes on with the epoch that follows this one.
         """
+        # One step, which an interrupt cannot leave half done.
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
 
     def __next__(self) -> Batch:

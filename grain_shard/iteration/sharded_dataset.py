@@ -239,7 +239,7 @@ class ShardedDataset(grain.IterDataset):
             "rows": host.rows,
             "remainder": settings.remainder,
             "read": "once" if settings.final_shardings else "needed",
-            "pad_value": repr(self.host.padding.pad_value),
+            "pad_value": repr(host.padding.pad_value),
             **self.shardings.describe(),
         }
         return AcrossHosts(

@@ -115,7 +115,7 @@ class Padding:
             )
         return found
 
-    def made(self) -> None:
+    def warn_if_unmasked(self) -> None:
         """Warns if batches have no mask. Called whenever rows of padding are made."""
         if self.mask_key is None:
             warnings.warn(
@@ -134,7 +134,7 @@ class Padding:
         Scalars are copied from that batch, because they belong to the whole batch and are the same
         on every host.
         """
-        self.made()
+        self.warn_if_unmasked()
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
             [
@@ -223,7 +223,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
         if batch.rows < size:
             arrays = [_with_rows(array, size) if array.ndim else array for array in arrays]
         if bad:
-            padding.made()
+            padding.warn_if_unmasked()
             for array, value in zip(arrays, values, strict=True):
                 if array.ndim:
                     array[bad] = value

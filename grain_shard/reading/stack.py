@@ -30,7 +30,7 @@ _MOST_LOOKED_AT = 1000
 _MASKED = {np.ma.MaskedArray, type(np.ma.masked)}
 
 # A row that was read already, and the index of its record.
-Known = tuple[Any, int]
+KnownRow = tuple[Any, int]
 
 
 class RowStacker:
@@ -234,7 +234,7 @@ class RowTemplate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = {**state, "_learning": threading.Lock()}
 
-    def stacker(self, faults: Faults, known: Callable[[], Known] | None = None) -> RowStacker:
+    def stacker(self, faults: Faults, known: Callable[[], KnownRow] | None = None) -> RowStacker:
         """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
 
         Args:
@@ -255,7 +255,7 @@ class RowTemplate:
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker
 
-    def _first(self, faults: Faults) -> Known:
+    def _first(self, faults: Faults) -> KnownRow:
         """Returns the row of the first readable record, and the index of the record.
 
         Raises:

@@ -41,10 +41,10 @@ class SeenBatches:
     first_digest: str = ""
 
 
-# A `Step` returns this object to drop a batch.
+# A `StreamStep` returns this object to drop a batch.
 DROPPED: Any = object()
 # A function that is applied to each batch of a stream. It returns the changed batch, or DROPPED.
-Step = Callable[[Batch, SeenBatches], Batch]
+StreamStep = Callable[[Batch, SeenBatches], Batch]
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ class StreamDataset(grain.IterDataset):
         parent: grain.IterDataset,
         source: grain.IterDataset,
         facts: StreamFacts,
-        steps: Sequence[Step] = (),
+        steps: Sequence[StreamStep] = (),
         made_by: Any = "StreamDataset",
     ):
         super().__init__(parent)
         self.facts: StreamFacts = facts
         self.source: grain.IterDataset = source
-        self.steps: Sequence[Step] = steps
+        self.steps: Sequence[StreamStep] = steps
         self._made_by = made_by
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
-        """Returns a stream of the batches of a user's dataset, which no `Step` changes yet.
+        """Returns a stream of the batches of a user's dataset, which no `StreamStep` changes yet.
 
         Raises:
             ShardingError: Grain would lose epochs of the dataset after a restore.
@@ -102,7 +102,7 @@ class StreamDataset(grain.IterDataset):
         owns_arrays = isinstance(ds, IterableBatches)  # which copies the arrays
         return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, owns_arrays))
 
-    def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:
+    def after(self, step: StreamStep, made_by: Any, **facts: Any) -> StreamDataset:
         """Returns the stream with one more function, which is applied to each batch last.
 
         Args:

@@ -32,7 +32,7 @@ from grain_shard.sharding.specs import (
 )
 from grain_shard.trees import Batch, is_none, is_text, path_of
 
-Read = Literal["auto", "needed", "once"]
+ReadMode = Literal["auto", "needed", "once"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ShardingTree:
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 
     def way_to_read(
-        self, read: Read, *global_batch_sizes: int, num_feeds: int = 1
+        self, read: ReadMode, *global_batch_sizes: int, num_feeds: int = 1
     ) -> Literal["needed", "once"]:
         """Returns "needed" or "once" for the argument `read` of `shard_to`.
 

@@ -17,7 +17,7 @@ from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.padding import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
-from grain_shard.sharding.sharding_tree import Read, ShardingTree
+from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -43,7 +43,7 @@ def shard_to(
     on_bad_record: OnBadRecord = "error",
     max_bad_records: float = 0.01,
     rows: Rows | None = None,
-    read: Read = "auto",
+    read: ReadMode = "auto",
     timeout_s: float = 60.0,
 ) -> ShardedDataset:
     """Ends a Grain pipeline: pads, places and prefetches this host's rows as global arrays.
@@ -135,7 +135,7 @@ def shard_to(
         )
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
-    require_choice("read", read, get_args(Read))
+    require_choice("read", read, get_args(ReadMode))
     threads, buffer_size = None, DevicePut.cpu_buffer_size
     if rows != "local":
         ds, read_options = _random_access(ds)
@@ -175,7 +175,7 @@ class _Chain(Stage):
 
     put: DevicePut
     pad: PadToDivisible
-    read: Read
+    read: ReadMode
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
         if self.put.rows == "local":
@@ -228,7 +228,7 @@ class _Chain(Stage):
         return self._reading(padded, read, ds.rows.global_batch_size, num_feeds=ds.rows.num_feeds)
 
     def _reading(
-        self, padded: Any, read: Read, *global_batch_sizes: int, num_feeds: int = 1
+        self, padded: Any, read: ReadMode, *global_batch_sizes: int, num_feeds: int = 1
     ) -> ShardedDataset:
         """Adds the last two stages to padded batches: keep this host's rows, and place them.
 

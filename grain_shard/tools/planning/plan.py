@@ -17,9 +17,9 @@ import grain
 from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_tree import Read, ShardingTree
+from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
 from grain_shard.sharding.specs import num_shards
-from grain_shard.tools.planning.result import Plan, Reads, RowReads
+from grain_shard.tools.planning.result import Plan, PlannedReads, RowReads
 from grain_shard.tools.planning.warnings import find_warnings
 from grain_shard.training.hardware import HardwareType, detect_hardware
 from grain_shard.transforms.pad import PadToDivisible
@@ -34,7 +34,7 @@ def plan(
     num_records: int,
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
-    read: Read = "auto",
+    read: ReadMode = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
@@ -74,7 +74,7 @@ def plan(
     require_int("num_records", num_records, 0)
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
-    require_choice("read", read, get_args(Read))
+    require_choice("read", read, get_args(ReadMode))
     target = ShardingTree.of(mesh_or_sharding, spec)
     read = target.way_to_read(read, global_batch_size)
     layout = next(iter(target.layouts().values()))  # any host's: only batch sizes are taken from it
@@ -87,7 +87,7 @@ def plan(
     def bytes_of(rows: int) -> int | None:
         return None if record_bytes is None else rows * record_bytes
 
-    def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> Reads:
+    def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> PlannedReads:
         def reads_of(host: int) -> RowReads:
             rows = tuple(layouts[host].ranges(size))
             of_full = _rows_with_records(rows, global_batch_size)
@@ -100,7 +100,7 @@ def plan(
             )
 
         first = next(iter(layouts.values()))
-        return Reads(
+        return PlannedReads(
             read=mode,
             divisor=first.divisor,
             padded_batch_size=size,

@@ -56,7 +56,7 @@ class RowReads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reads:
+class PlannedReads:
     """The rows that all hosts read, with one setting of `read`.
 
     Attributes:
@@ -144,13 +144,13 @@ class Plan(InNotebooks):
     rows_per_device: int
     device_bytes: int | None
     read: Literal["needed", "once"]
-    needed: Reads
-    once: Reads | None
+    needed: PlannedReads
+    once: PlannedReads | None
     hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...] = ()
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> PlannedReads:
         """The reads that `shard_to` chooses: the attribute `needed` or the attribute `once`."""
         return self.once if self.once and self.read == "once" else self.needed
 
@@ -229,7 +229,7 @@ class Plan(InNotebooks):
             same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
         yield "same rows", same
 
-    def _reading_line(self, reads: Reads) -> tuple[str, ...]:
+    def _reading_line(self, reads: PlannedReads) -> tuple[str, ...]:
         most = max(reads.hosts, key=lambda host: host.rows_per_step)
         return (
             f'read="{reads.read}"',
