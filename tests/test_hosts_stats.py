@@ -69,7 +69,10 @@ def of_hosts():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_host_that_waits_for_its_data_says_so_with_the_stage(of_hosts, kind):
     share, stage, logged = of_hosts[SLOW][kind]
-    assert (share > 0.1, stage, len(logged)) == (True, "read", 1)
+    assert (share > 0.1, stage) == (True, "read")
+    # A busy machine takes longer for the batches, and may come to a second line; that a minute has
+    # one line at most is tested with a clock of the test's own, in test_stats.py.
+    assert logged
     assert logged[0].startswith(f"grain_shard: the training loop of host {SLOW} waited for this")
     assert "s, mostly for 'read'.\n" in logged[0]
 
