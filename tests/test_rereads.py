@@ -80,17 +80,24 @@ KINDS = {
 }
 
 
+def refusal(kind, source, **options):
+    """Returns the error in place of the second batch. Five runs do not all miss a race."""
+    for _ in range(5):
+        with iter(KINDS[kind](source).shard_to(data_mesh(4), **options)) as batches:
+            next(batches)
+            try:
+                next(batches, None)
+            except ShardingError as error:
+                return str(error)
+    return pytest.fail("not refused in five runs")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", [OneFile, OneBuffer])
 def test_a_source_that_threads_read_wrongly_is_refused_before_the_second_batch(
     kind, source, tmp_path
 ):
-    ds = KINDS[kind](source(tmp_path / "records")).shard_to(data_mesh(4))
-    with iter(ds) as batches:
-        next(batches)
-        with pytest.raises(ShardingError) as refusal:
-            next(batches)
-    text = str(refusal.value)
+    text = refusal(kind, source(tmp_path / "records"))
     readers = "one of several threads that read at the same time", "a reading thread"
     assert text.startswith(tuple(f"batch['x']: {reader} got [" for reader in readers))
     assert f"of the source {source.__name__}, which is record " in text
@@ -100,9 +107,7 @@ def test_a_source_that_threads_read_wrongly_is_refused_before_the_second_batch(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_of_one_batch_is_no_exception(kind, tmp_path):
-    ds = KINDS[kind](OneBuffer(tmp_path / "records", 64)).shard_to(data_mesh(4))
-    with iter(ds) as batches, pytest.raises(ShardingError, match="one thread that reads alone"):
-        list(batches)
+    assert "one thread that reads alone" in refusal(kind, OneBuffer(tmp_path / "records", 64))
 
 
 def options(name):
@@ -133,9 +138,8 @@ def test_no_second_thread_reads_again_beside_the_only_one():
 def test_a_thread_pool_as_executor_reads_in_threads(tmp_path):
     source = OneFile(tmp_path / "records", 200)
     with options("executor")["executor"] as executor:
-        ds = KINDS["random access"](source).shard_to(data_mesh(4), executor=executor)
-        with pytest.raises(ShardingError, match="one thread that reads alone"):
-            list(ds)
+        text = refusal("random access", source, executor=executor)
+    assert "one thread that reads alone" in text
 
 
 def pid(i):
