@@ -38,7 +38,6 @@ WAITS = [
     (11, False, {"absent": {2: ["7", NO_DATA]}}, {2: NO_DATA}),
     (11, False, {"absent": {2: ["6", NO_DATA]}}, {}),  # its data have come since then
     (11, False, {"absent": {1: ["7", NO_DATA]}}, {}),  # and it has voted
-    (11, False, {"absent": {2: [None, "closed its iterator"]}}, {2: "closed its iterator"}),
     (11, True, {}, {2: ""}),
     (101, False, {}, {2: BUSY}),
 ]

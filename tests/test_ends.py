@@ -282,17 +282,6 @@ def test_a_scalar_stays_what_it_is_in_padding():
     assert padding["temperature"] == np.float32(0.7)
 
 
-@pytest.mark.parametrize(("taken", "said"), [(1, True), (21, False)])
-def test_a_host_that_closes_before_the_end_says_so(taken, said):
-    store = KeyValues()
-    batches = agreed(Host(*range(20)), store.rounds(0, 1))
-    for _ in range(taken):
-        next(batches, None)
-    batches.close()
-    absent = '[null, "closed its iterator"]' if said else None
-    assert store.entries.get("series/absent/0") == absent
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_to_close_it_stops_the_stream_below_and_closes_it_once(begun):
     host = Host(*range(20))  # more than fit the buffers

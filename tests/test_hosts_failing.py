@@ -37,13 +37,14 @@ import traceback
 import grain, grain_shard, jax, numpy as np
 
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
+leaver = 0 if kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.distributed.initialize()
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 shards = grain_shard.ShardByMesh(mesh)
 
 def load(record):
-    source_fails = jax.process_index() == 2 and not kind.startswith("the loop")
+    source_fails = jax.process_index() == 2 and not kind.startswith(("the loop", "leaves"))
     if source_fails and 0 <= 16 * first_bad_batch <= record:
         raise OSError("the bucket is gone")
     return {"x": np.full(4, record, np.float32)}
@@ -53,7 +54,7 @@ records = grain.MapDataset.range(16 * 40).map(load)
 def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
-if kind == "random access" or kind.startswith("the loop"):
+if kind == "random access" or kind.startswith(("the loop", "leaves")):
     ds = records.batch(16).shard_to(mesh)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
@@ -70,6 +71,11 @@ def train(batches):
         if kind.startswith("the loop") and jax.process_index() == 2 and count == first_bad_batch:
             raise OSError("the bucket is gone")
         loss = float(step(batch))
+        if jax.process_index() == leaver and count == first_bad_batch:
+            if kind.startswith("leaves by break"):
+                return
+            if kind.startswith("leaves by sys.exit"):
+                sys.exit({"sys.exit(0)": 0, "sys.exit(3)": 3}.get(kind.split()[2], "out of memory"))
         if kind.startswith("the loop is left") and count == 5:
             # As IPython does, this prints an error of a cell, and keeps it in sys.last_value.
             code.InteractiveInterpreter().runcode("raise OSError('of a cell')")
@@ -85,6 +91,13 @@ else:
 KINDS = ["random access", "stream", "feeds"]
 LOOPS = ["the loop", "the loop, in with"]
 AT_PROMPT = "the loop is left, at a prompt"
+# How a host leaves while the others go on, and what they say of it, with the host's exit status.
+LEAVES = {
+    "leaves by break": ("host 2 left the loop after batch 21 of 40 (break, close, ", 0),
+    "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
+    "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 0),
+    "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
+}
 LEFT = ["the loop is left", AT_PROMPT]
 TYPED = "typed.py"  # the input of the processes, which only a prompt reads
 
@@ -148,6 +161,15 @@ def test_a_host_that_fails_ends_all_and_each_names_it(runs, kind, together):
         assert len(named) == 1
         assert named <= {"328", "329", "330", "331"}
     assert 0 not in codes, codes
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_host_that_leaves_while_the_others_go_on_ends_all_and_is_named(runs, kind):
+    outputs, codes = runs(20, tuple(LEAVES))[kind]
+    (said, status), leaver = LEAVES[kind], 0 if kind.endswith("on host 0") else 2
+    assert all(said in output for output in outputs), outputs
+    assert codes[leaver] == status
+    assert 0 not in codes[:leaver] + codes[leaver + 1 :], codes
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 A vote is a round in which hosts agree on the number of batches that all of them hand out next. The
 other hosts wait for a missing vote as follows:
 
-* A host that cannot vote says so in the key-value store. The reason is that it has had no data for
-  `timeout_s`, or that its iterator was closed. The other hosts wait for its vote for `timeout_s`.
+* A host that has had no data for `timeout_s` says so in the key-value store. The other hosts wait
+  for its vote for `timeout_s`.
 * A host that has said nothing most likely has full buffers and a busy training loop. The other
   hosts wait for its vote for ten times `timeout_s`. To stop earlier would gain little, because in
   the training step they would wait for the same host.
@@ -17,17 +17,14 @@ stops waiting ends the vote for all hosts.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 
 from absl import logging
 
-from grain_shard.errors import AgreementError
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 
-# The topic under which a host says that it will not vote: [the round, the reason]. The round None
-# stands for all rounds.
+# The topic under which a host says that it cannot vote: [the round, the reason].
 _ABSENT = "absent"
 # The time between two looks of a waiting host into the store, in multiples of `timeout_s`.
 _LOOK_AGAIN = 0.1
@@ -82,18 +79,12 @@ class Absences:
         told = {
             host: why
             for host, (in_round, why) in said.items()
-            if host in missing and in_round in (round_, None)
+            if host in missing and in_round == round_
         }
         if told or is_first:
             return told or dict.fromkeys(missing, "")
         is_late = waited_s >= LOOPS_MAY_TAKE * rounds.timeout_s
         return dict.fromkeys(missing, "did not ask for its next batch") if is_late else {}
-
-    def leave(self) -> None:
-        """Tells the other hosts that this host has closed its iterator before the end."""
-        if self._rounds.name:
-            with contextlib.suppress(AgreementError):  # raised if the runtime has ended
-                self._rounds.put(_ABSENT, [None, "closed its iterator"])
 
     def _waited_s(self, waits_for: str) -> float:
         """Returns the seconds for which the training loop has waited, and logs them.

@@ -99,7 +99,7 @@ class _Votes(Producer[int]):
         self._read, self._rounds, self._decide = read, rounds, decide
         self.absences = Absences(rounds)
         self.agreed = self.handed_out = self.number = 0
-        self._stopped = self._is_over = False
+        self._stopped = False
 
     def loop_waits(self, waits: bool) -> None:
         """Notes that the training loop begins to wait for a vote, or ends its wait.
@@ -112,11 +112,7 @@ class _Votes(Producer[int]):
             self._read.wake()  # `_is_worth_a_vote` may return True now
 
     def __next__(self) -> int:
-        # If the vote raises an error, this stays True. `close` then does not tell the other hosts
-        # that this host leaves, because the alarm tells them of the error.
-        self._is_over = True
         more = self._vote(str(self.number))
-        self._is_over = more == 0
         if not more:
             raise StopIteration
         self.agreed += more
@@ -187,10 +183,6 @@ class _Votes(Producer[int]):
 
     def stop(self) -> None:
         self._stopped = True
-
-    def close(self) -> None:
-        if not self._is_over:
-            self.absences.leave()
 
 
 class AgreedEnd(Results[T]):

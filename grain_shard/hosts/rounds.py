@@ -143,6 +143,7 @@ class Rounds(Store):
         timeout_s: The argument `timeout_s`.
         name: The iterator's name, the same on all hosts; "" before `begin`.
         has_failed: True once this host has said in a round that it failed.
+        is_leader: True on the first host.
     """
 
     def __init__(self, hosts: Sequence[int], timeout_s: float, series: Series):
@@ -150,7 +151,7 @@ class Rounds(Store):
         self.hosts: list[int] = list(hosts)
         self.timeout_s: float = timeout_s
         self._series = series
-        self._is_leader = self.host == self.hosts[0]
+        self.is_leader: bool = self.host == self.hosts[0]
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
@@ -186,7 +187,7 @@ class Rounds(Store):
         """
         self.has_failed = True
         self.put(round_, {_FAILED: text})
-        if self._is_leader:
+        if self.is_leader:
             self._try_verdict(round_, lambda answers: None)
 
     def verdict(
@@ -221,7 +222,7 @@ class Rounds(Store):
             AgreementError: The verdict is ``{"error": message}``, or a host has failed.
             HostTimeoutError: A host did not answer in time. The message names the host.
         """
-        wait_s = patience * self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
+        wait_s = patience * self.timeout_s + (0.0 if self.is_leader else _GRACE_S)
         until = time.monotonic() + wait_s
 
         def late() -> Mapping[int, str]:
@@ -245,7 +246,7 @@ class Rounds(Store):
             The verdict; None if there is no verdict yet.
         """
         slice_ms = max(_SLICE_MS, len(self.hosts))
-        if not self._is_leader:
+        if not self.is_leader:
             return self.wait(_verdict(round_), slice_ms)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
@@ -277,7 +278,7 @@ class Rounds(Store):
         Args:
             round_: The round.
         """
-        if self._is_leader:
+        if self.is_leader:
             self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Any) -> Any:
@@ -314,12 +315,17 @@ class Rounds(Store):
             f"  {hosts_text([host for host, why in silent.items() if why == reason])} {reason}"
             for reason in dict.fromkeys(filter(None, silent.values()))
         ]
+        here = f"host {self.host} of {len(self.hosts)}"
+        where, than = f"look at the log of {hosts_text(silent)}.", "this host"
+        if self.host in silent:
+            here += ", which the other hosts have stopped waiting for"
+            where, than = "find out what this host was waiting for.", "the others"
         raise HostTimeoutError(
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in reasons + differing)
-            + f"  here:   host {self.host} of {len(self.hosts)}\n"
-            f"  remedy: look at the log of {hosts_text(silent)}. A host does not answer if it has"
-            " failed, takes fewer steps than this host, or opens other iterators. (Every call of"
+            + f"  here:   {here}\n"
+            f"  remedy: {where} A host does not answer if it has"
+            f" failed, takes fewer steps than {than}, or opens other iterators. (Every call of"
             " iter, seek, reset and set_state opens one: make the same calls on all hosts.) If a"
             " host is only slow, raise timeout_s of .shard_to. To look at a batch on one host"
             " alone, iterate over the dataset before .shard_to."

@@ -63,10 +63,12 @@ class Together:
     Args:
         across: The hosts of the iterator; None if it runs on this host alone. Then most methods do
             nothing.
+        first: Number of batches before the first one of this connection.
+        total: Number of all batches, with those before; None if it is not known.
     """
 
-    def __init__(self, across: AcrossHosts | None):
-        self._across = across
+    def __init__(self, across: AcrossHosts | None, first: int = 0, total: int | None = None):
+        self._across, self._first, self._total = across, first, total
         self._rounds = across and Rounds(across.hosts, across.timeout_s, across.series)
         self._alarm: Alarm | None = None
         self._comparing: Uninterrupted | None = None
@@ -88,15 +90,17 @@ class Together:
             return placed
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
-    def start(self, stop: Callable[[], None]) -> None:
+    def start(self, stage: TaskStage[Any] | AgreedEnd[Any]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:
-            stop: Ends any wait of the training loop inside the iterator.
+            stage: The batches that the training loop takes.
         """
-        if self._rounds is not None and self._alarm is None:
-            self._begin(self._rounds)
-            self._alarm = Alarm(self._rounds, stop)
+        if (rounds := self._rounds) is not None and self._alarm is None:
+            self._begin(rounds)
+            self._alarm = Alarm(
+                rounds, stage, self._first, self._total, late=lambda: rounds.check(_START)
+            )
 
     def _begin(self, rounds: Rounds) -> None:
         if self._across is not None and not rounds.name:
@@ -139,9 +143,15 @@ class Together:
         """
         if self._comparing is None:
             answer = self._answer(fields, digest)
+            if self._alarm is not None:
+                self._alarm.compares = True
             self._comparing = Uninterrupted(lambda: self._compare(answer, is_steady))
         self._comparing()
-        return self._agreed.throw() if isinstance(self._agreed, Raised) else self._agreed
+        if isinstance(self._agreed, Raised):
+            self._agreed.throw()
+        if self._alarm is not None:
+            self._alarm.is_agreed = True
+        return self._agreed
 
     def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> None:
         try:
@@ -258,7 +268,7 @@ class Together:
         self.check()
         if self._alarm is not None:
             self.compare({**fields, "batches": "none left"})
-            self._alarm.is_at_end = True
+            self._alarm.leave("")
 
     def close(self) -> None:
         """Ends the connection: failures of other hosts are ignored. Any thread may call this."""

@@ -80,7 +80,7 @@ class Run:
         first_digest: Callable[[], str],
     ):
         def start() -> None:
-            together.start(stage.stop)
+            together.start(stage)
             stage.start()
 
         def close() -> None:
@@ -191,7 +191,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host, meter = self._host, self._meter
         opened = host.open(position)
         batches, self._saved_digest = opened.batches, ""
-        together = Together(self._across)
+        first = host.next_batch(opened.position).get("next batch", 0)
+        together = Together(self._across, first, host.num_batches())
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)

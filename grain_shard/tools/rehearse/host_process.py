@@ -28,12 +28,13 @@ _GRACE_S = 2.0
 # * From the import of JAX on, each computation ends before the next one begins. Otherwise a process
 #   with a single CPU device could start its computations in any order, and mix up collectives. An
 #   accelerator keeps their order.
-# * A script that fails ends the process by _exit. In an ordinary exit JAX's atexit handler would
-#   wait up to 5 minutes for the other hosts, which in turn wait for this one. The process exits
-#   half a second late. The reason: the other hosts fail as soon as its connections break, up to
-#   15 ms (measured) before the end of its process can be seen. A host that only reports the failure
-#   of another host (AgreementError) exits 3 seconds late. With these delays the first process to
-#   end is the process that failed first.
+# * A script that raises an error ends the process by _exit. In an ordinary exit, JAX's atexit
+#   handler would wait up to 5 minutes for the other hosts, which in turn wait for this one. (After
+#   `sys.exit` the process ends as it would without a rehearsal.) The process exits half a second
+#   late. The reason: the other hosts fail as soon as its connections break, up to 15 ms (measured)
+#   before the end of its process can be seen. A host that only reports the failure of another host
+#   (AgreementError) exits 3 seconds late. With these delays the first process to end is the process
+#   that failed first.
 # * After a script that has compiled something, the process ends only when its devices have
 #   finished. A process that ends during a collective of its devices may hang. The devices of a
 #   process run their common computations in order. So this program runs one more computation on all
@@ -73,7 +74,7 @@ for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(line_buffering=True, write_through=False)
 del sys.argv[0]
 alone = sys.argv.pop(0)
-code, late_s = 0, 0.5
+left, code, late_s = None, 0, 0.5
 try:
     if sys.argv[0] == "-m":
         del sys.argv[0]
@@ -83,10 +84,7 @@ try:
         sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as error:
-    code = error.code or 0
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
+    left = error
 except BaseException as error:
     tb = error.__traceback__
     while tb and tb.tb_frame.f_code.co_filename in ("<string>", "<frozen runpy>"):
@@ -101,7 +99,7 @@ try:
     jax = sys.modules.get("jax")
     if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
         open(alone, "w").close()
-    if in_order.compiled and not code:
+    if in_order.compiled and not code and not getattr(left, "code", None):
         mesh = jax.make_mesh((jax.local_device_count(),), ("x",), devices=jax.local_devices())
         sharding = jax.NamedSharding(mesh, jax.P("x"))
         with jax.set_mesh(mesh):
@@ -112,6 +110,8 @@ finally:
         sys.stderr.flush()
         time.sleep(late_s)
         os._exit(code)
+if left is not None:
+    raise left
 """
 # The time, in seconds, that a host gets to print its stack.
 _SAY_S = 0.5

@@ -1,0 +1,56 @@
+"""`Place`: how far the training loop of a host has come; finds hosts that left while others go on.
+
+Each host posts its place beside the loop. The first host compares the places of all hosts. Hosts
+that all leave at the same batch have stopped early, which is no failure. They need not leave at the
+same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from grain_shard.hosts.compare import hosts_text
+
+
+class Place(NamedTuple):
+    """How far the training loop of a host has come.
+
+    Attributes:
+        batches: Number of batches of the iterator that the loop has got or asks for.
+        left: None while the loop goes on. Otherwise the reason for which it left, which is "" at
+            the end of the data.
+    """
+
+    batches: int
+    left: str | None
+
+
+def left_early(places: Mapping[int, Place], num_hosts: int, first: int, of: str) -> str | None:
+    """Returns an error if a host has left the loop, and another host has gone on.
+
+    Args:
+        places: The place of each host that has posted one, by host.
+        num_hosts: Number of all hosts.
+        first: Number of batches before the first batch of the iterator.
+        of: The number of all batches, for the error, such as " of 1,000"; "" if it is not known.
+
+    Returns:
+        The error; "" if all hosts have left at the same batch; None if this is not known yet.
+
+    Example:
+        >>> print(left_early({0: Place(6, None), 1: Place(5, "sys.exit(3)")}, 2, 0, " of 1,000"))
+        host 1 left the loop after batch 5 of 1,000 (sys.exit(3)), and host 0 went on.
+    """
+    at_end = sum(place.left == "" for place in places.values())
+    left = {host: place for host, place in places.items() if place.left}
+    least = min((place.batches for place in left.values()), default=math.inf)
+    ahead = [host for host, place in places.items() if place.batches > least]
+    if not ahead:
+        return "" if len(left) + at_end == num_hosts else None
+    behind = [host for host, place in left.items() if place.batches == least]
+    return (
+        f"{hosts_text(behind)} left the loop after batch {first + left[behind[0]].batches:,}{of}"
+        f" ({left[behind[0]].left}), and {hosts_text(ahead)} went on."
+    )
