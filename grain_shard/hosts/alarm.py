@@ -17,11 +17,12 @@ GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
@@ -29,6 +30,8 @@ from absl import logging
 from grain_shard.background import TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts import exits
+from grain_shard.hosts.asks import Asks, describe, one_ahead
+from grain_shard.hosts.compare import hosts_text
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
 from grain_shard.hosts.places import Place, left_early
@@ -45,8 +48,12 @@ _ERROR_MAY_COME_S = 2.0
 _one_asks = threading.Lock()
 # An environment variable. If it is "0", a process does not end when its training loop is blocked.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
-# The topic of the places of all hosts, and the key that says that all have left at the same batch.
-_PLACES, _OVER = "places", "over"
+# The topics of the places of all hosts and of the times of their calls, and the key that says that
+# all have left at the same batch.
+_PLACES, _ASKS, _OVER = "places", "asks", "over"
+# Seconds between two comparisons of the times; and after a host has reached the end of the data, in
+# which the other hosts should reach it, too.
+_COMPARE_S, _ENDS_TOGETHER_S = 4.0, 5.0
 _LEFT = "break, close, seek, reset or set_state, or an error that was handled"
 
 
@@ -86,6 +93,8 @@ class Alarm:
         self.is_at_end = self.all_know = self.is_agreed = self.compares = False
         self._is_over = False  # True once the loop has got an error, or the iterator is closed
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
+        self._asks, self._has_warned = Asks(), False
+        self._compare_at, self._end_seen_at = 0.0, math.inf
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
@@ -117,6 +126,7 @@ class Alarm:
         if (stage := self._stage) is not None and self._place.left is None:
             asked = stage.taken + (self._first + stage.taken != self._total)
             self._place = Place(asked, None)
+            self._asks.note(stage.taken)
         if (failure := self._failure) is not None:
             self.others_know()
             raise failure
@@ -162,6 +172,9 @@ class Alarm:
                 place = place._replace(left=exits.reason(place.left))
             rounds.put(_PLACES, place)
             self._posted = self._place = place
+        if time.monotonic() >= self._compare_at or place.left is not None:
+            self._compare_at = time.monotonic() + _COMPARE_S
+            rounds.put(_ASKS, list(self._asks.latest))
         if rounds.is_leader:
             places = {host: Place(*place) for host, place in rounds.get_all(_PLACES).items()}
             of = "" if self._total is None else f" of {self._total:,}"
@@ -169,12 +182,38 @@ class Alarm:
             if error == "":
                 rounds.put_once(_OVER, True)
                 rounds.delete(f"{_PLACES}/")
+                rounds.delete(f"{_ASKS}/")
                 self._listener.alarms.pop(self.series, None)
-            elif error is not None:
+            elif error := error or self._one_ahead(places):
                 self._listener.tell(self.series, self.others, error)
                 self.hear(error)
         elif place.left is not None and rounds.wait(_OVER, 1):
             self._listener.alarms.pop(self.series, None)
+
+    def _one_ahead(self, places: Mapping[int, Place]) -> str | None:
+        """Warns once if hosts are one batch ahead of others.
+
+        Returns:
+            The error, if the hosts that are ahead have reached the end of the data, and the others
+            have not; None otherwise.
+        """
+        now, at_end = time.monotonic(), {h for h, place in places.items() if place.left == ""}
+        self._end_seen_at = min(self._end_seen_at, now if at_end else math.inf)
+        is_end = now > self._end_seen_at + _ENDS_TOGETHER_S
+        if self._has_warned and not is_end:
+            return None
+        ahead, behind = one_ahead(self._rounds.get_all(_ASKS))
+        if not ahead:
+            return None
+        text = describe(ahead, behind)
+        if is_end and at_end >= set(ahead) and not at_end & set(behind):
+            return (
+                f"{text}\n  {hosts_text(ahead)} reached the end of the data, and waits for nobody."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning("grain_shard: %s", text)
+        return None
 
     def _look_if_late(self) -> None:
         if not self.compares:

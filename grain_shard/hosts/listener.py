@@ -170,7 +170,9 @@ class Listener:
                 return
         if self.went_on or any(alarm.all_know for alarm in alarms):
             self._wait_for_others(alarms)
-            exits.end(exits.status())
+            # A loop that has got all its batches has trained on wrong ones, or not all hosts have.
+            ended_in_vain = any(alarm.all_know and alarm.is_at_end for alarm in alarms)
+            exits.end(exits.status() or int(ended_in_vain))
 
     def _wait_for_others(self, alarms: Sequence[Hears]) -> None:
         """On host 0, waits until all other hosts have received an error, 5 seconds at most.
