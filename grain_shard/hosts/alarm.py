@@ -244,7 +244,6 @@ class Alarm:
         if (stage := self._stage) is not None:
             stage.stop()
         else:
-            self._listener.went_on = True
             self._listener.alarms.pop(self.series, None)
 
     def _watch(self, text: str) -> None:

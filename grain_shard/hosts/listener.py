@@ -65,7 +65,6 @@ class Listener:
         alarms: The alarm of each iterator that is open, or that other hosts may not have left yet,
             by the iterator's name.
         asked: Number of times that an iterator of this process was asked for a batch.
-        went_on: True once other hosts went on, or failed, after this host had left the loop.
         left_last: The alarm of the last iterator that was closed before its end; None if there is
             none.
     """
@@ -73,7 +72,6 @@ class Listener:
     def __init__(self):
         self._store = Store()
         self.asked: int = 0
-        self.went_on = False
         self.alarms: dict[str, Hears] = {}
         self.left_last: Hears | None = None
         self._heard = 0  # number of messages that were received
@@ -168,7 +166,7 @@ class Listener:
             self._turn(turn_ms, at_exit=True)
             if time.monotonic() > until:
                 return
-        if self.went_on or any(alarm.all_know for alarm in alarms):
+        if any(alarm.all_know for alarm in alarms):
             self._wait_for_others(alarms)
             # A loop that has got all its batches has trained on wrong ones, or not all hosts have.
             ended_in_vain = any(alarm.all_know and alarm.is_at_end for alarm in alarms)
