@@ -157,6 +157,14 @@ def scaled(i):
     return {"x": i * getattr(HERE, "scale", 1)}
 
 
+def noisy(i):
+    return {**scaled(i), "noise": random.random()}
+
+
+def with_more(i):
+    return {"id": i} | ({"more": i} if getattr(HERE, "scale", 1) > 1 else {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [pid, hashed])
 @pytest.mark.parametrize("after_batch", [False, True])
@@ -173,7 +181,15 @@ def test_a_worker_process_that_gives_other_rows_is_named(function, after_batch):
     assert "hash() of a str" in str(no.value)
 
 
-def test_a_process_of_an_executor_that_gives_other_rows_is_named():
+OTHER_ROWS = {
+    scaled: "['x']: the executor Elsewhere got 2 from record 1 of the dataset before .batch, and",
+    noisy: "['x']: the executor Elsewhere got 2 from record 1 of the dataset before .batch, and",
+    with_more: "['more']: the executor Elsewhere got 0 from record 0 of the dataset before .batch,",
+}
+
+
+@pytest.mark.parametrize("function", OTHER_ROWS)
+def test_a_process_of_an_executor_that_gives_other_rows_is_named(function):
     class Elsewhere(concurrent.futures.Executor):
         def submit(self, function, *arguments):
             HERE.scale = 2
@@ -185,13 +201,23 @@ def test_a_process_of_an_executor_that_gives_other_rows_is_named():
             done.set_result(made)
             return done
 
-    ds = grain.MapDataset.range(64).map(scaled).batch(8)
+    ds = grain.MapDataset.range(64).map(function).batch(8)
     with iter(ds.shard_to(data_mesh(4), executor=Elsewhere())) as batches:
         next(batches)
-        with pytest.raises(
-            ShardingError, match=r"the executor Elsewhere got 2 from .* gets 1, each"
-        ):
+        with pytest.raises(ShardingError) as no:
             next(batches)
+    assert OTHER_ROWS[function] in str(no.value)
+
+
+class NoisyFile(OneFile):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "noise": random.random()}
+
+
+@pytest.mark.parametrize("kind", ["random access", "feeds"])
+def test_a_random_leaf_hides_no_other_one(kind, tmp_path):
+    text = refusal(kind, NoisyFile(tmp_path / "records"))
+    assert text.startswith("batch['x']: ")
 
 
 NUMBERS = itertools.count()

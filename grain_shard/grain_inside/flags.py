@@ -10,6 +10,9 @@ from absl import flags
 _SET_BY_GRAIN = "grain_py_traceback_filtering"
 
 
+_in_force: FlagValues | None = None  # the values that this process has now
+
+
 class FlagValues:
     """The values of absl's flags, for another process.
 
@@ -21,6 +24,7 @@ class FlagValues:
 
     def __init__(self, is_parsed: bool, values: dict[str, tuple[Any, int]]):
         self._is_parsed, self._values = is_parsed, values
+        self._applied = set[str]()
 
     @classmethod
     def here(cls) -> FlagValues:
@@ -30,13 +34,19 @@ class FlagValues:
         return cls(flags.FLAGS.is_parsed(), values)
 
     def apply(self) -> None:
-        """Sets the flags of this process that are defined and were not set by an earlier call."""
+        """Sets the flags of this process that are defined and were not set by an earlier call.
+
+        After a call for the flags of another world, all of them are set again.
+        """
+        global _in_force
+        if _in_force is not self:
+            _in_force, self._applied = self, set()
         if self._is_parsed:
             flags.FLAGS.mark_as_parsed()
-        for name in [name for name in list(self._values) if name in flags.FLAGS]:
-            flag, found = flags.FLAGS[name], self._values.pop(name, None)
-            if found is not None:  # None if another thread has set the flag
-                flag.value, flag.present = found
+        for name, (value, present) in self._values.items():
+            if name in flags.FLAGS and name not in self._applied:
+                self._applied.add(name)
+                flags.FLAGS[name].value, flags.FLAGS[name].present = value, present
 
 
 def let_grain_read_its_flags() -> None:

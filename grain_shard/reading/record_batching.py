@@ -101,7 +101,8 @@ class RecordBatching(Batching):
 
     def sample(self, index: int, *, elsewhere: bool) -> Sample:
         (builder,) = self.begin([index], Faults(FAIL_AT_ONCE))
-        return Sample(self.template.records, builder.records, np.arange(builder.size))
+        rows, mask_key = np.arange(builder.size), self.rows_of_padding.mask_key
+        return Sample(self.template.records, builder.records, rows, mask_key)
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         per_epoch, cuts = self.by_record.records, [self.cut(index) for index in indices]
