@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 
 from grain_shard import placement
+from grain_shard.grain_inside.flags import FlagValues
 from grain_shard.worker_processes import _why_it_ended
 from tests.conftest import data_mesh
 from tests.pipelines import KINDS
@@ -267,3 +269,21 @@ def test_an_exit_code_in_words(exit_code, begun, words):
     said = _why_it_ended(exit_code, begun)
     assert re.search(words, said, re.DOTALL)
     assert ("__main__" in said) == ("__main__" in words)
+
+
+def test_a_process_that_makes_batches_of_two_iterators_has_the_flags_of_each():
+    name = "flag_of_two_iterators"
+    flags.DEFINE_integer(name, 0, "a flag")
+    worlds = []
+    try:
+        for value in (1, 2):
+            flags.FLAGS[name].value = value
+            worlds.append(FlagValues.here())
+        for number in (0, 1, 0, 0):
+            worlds[number].apply()
+            assert flags.FLAGS[name].value == number + 1
+        flags.FLAGS[name].value = 7  # by the user's function
+        worlds[0].apply()
+        assert flags.FLAGS[name].value == 7
+    finally:
+        delattr(flags.FLAGS, name)
