@@ -93,7 +93,7 @@ class Alarm:
         self.is_at_end = self.all_know = self.is_agreed = self.compares = False
         self._is_over = False  # True once the loop has got an error, or the iterator is closed
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
-        self._asks, self._has_warned = Asks(), False
+        self._times, self._has_warned = Asks(), False
         self._compare_at, self._end_seen_at = 0.0, math.inf
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
@@ -115,18 +115,21 @@ class Alarm:
         """Notes that the iterator raises an error, and that no other host has to be told of it."""
         self.all_know = self._is_over = True
 
-    def raise_failure(self) -> None:
-        """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
-
-        Raises:
-            AgreementError: Another host has failed. The message has the host and its error.
-        """
+    def asks(self) -> None:
+        """Notes that the training loop asks for a batch. Each ``next`` calls this."""
         self._loop = threading.get_ident()
         self._listener.asked += 1
         if (stage := self._stage) is not None and self._place.left is None:
             asked = stage.taken + (self._first + stage.taken != self._total)
             self._place = Place(asked, None)
-            self._asks.note(stage.taken)
+            self._times.note(stage.taken)
+
+    def raise_failure(self) -> None:
+        """Raises an error if another host has failed.
+
+        Raises:
+            AgreementError: Another host has failed. The message has the host and its error.
+        """
         if (failure := self._failure) is not None:
             self.others_know()
             raise failure
@@ -174,7 +177,7 @@ class Alarm:
             self._posted = self._place = place
         if time.monotonic() >= self._compare_at or place.left is not None:
             self._compare_at = time.monotonic() + _COMPARE_S
-            rounds.put(_ASKS, list(self._asks.latest))
+            rounds.put(_ASKS, list(self._times.latest))
         if rounds.is_leader:
             places = {host: Place(*place) for host, place in rounds.get_all(_PLACES).items()}
             of = "" if self._total is None else f" of {self._total:,}"

@@ -106,8 +106,18 @@ class Together:
         if self._across is not None and not rounds.name:
             rounds.begin(self._across.kind)
 
+    def asks(self) -> None:
+        """Notes that the training loop asks for a batch. Each ``next`` of the iterator calls this.
+
+        Raises:
+            AgreementError: Another host has failed.
+        """
+        if self._alarm is not None:
+            self._alarm.asks()
+            self._alarm.raise_failure()
+
     def check(self) -> None:
-        """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
+        """Raises an error if another host has failed.
 
         Raises:
             AgreementError: Another host has failed.

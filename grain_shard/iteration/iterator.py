@@ -217,7 +217,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __next__(self) -> Batch:
         self.start_prefetch()
         at = self._at
-        at.run.together.check()
+        at.run.together.asks()
         if at.pending is None:
             at = self._at = Cursor(at.run, at.position, at.taken, self._next_placed(at))
         if self._reshard is not None:
