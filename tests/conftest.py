@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import sys
 import threading
 import time
 
@@ -13,7 +14,8 @@ import pytest
 from jax.sharding import AxisType
 
 from grain_shard.errors import ShardingError
-from grain_shard.grain_inside import nodes, read_ahead, routes
+from grain_shard.grain_inside import private_names
+from grain_shard.grain_inside.private_names import PRIVATE_NAMES
 from grain_shard.reading import faults
 from tests.counting_source import no_rereads
 
@@ -99,16 +101,33 @@ def axis_type(request):
 def hints(request, monkeypatch):
     """Runs a test twice: with the fast paths through Grain's private parts, and without them."""
     if request.param == "public path only":
-        monkeypatch.setattr(nodes, "batch_node", lambda ds: None)
-        monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)
-        monkeypatch.setattr(routes, "_ELEMENTS", {})
-        monkeypatch.setattr(routes, "_INDICES", {})
-        monkeypatch.setattr(routes, "_MIXTURES", ())
-        monkeypatch.setattr(routes, "batched_read_of", lambda ds: None)
-        monkeypatch.setattr(routes, "single_read_of", lambda ds: ds.__getitem__)
-        monkeypatch.setattr(nodes, "seeds", lambda ds: ())
-        monkeypatch.setattr(read_ahead, "read_ahead", lambda ds: None)
+        hide_private_names(monkeypatch, *PRIVATE_NAMES)
     return request.param
+
+
+def hide_private_names(monkeypatch, *names):
+    """Hides attributes of Grain's objects from this package, as if Grain had renamed them.
+
+    Returns:
+        The set of the private names, hidden or not, that this package asks for; it grows. The log
+        of missing names does not count.
+    """
+    asked = set()
+
+    def get(self, name):
+        if name in PRIVATE_NAMES and not type(self).__module__.startswith("grain_shard"):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if caller.startswith("grain_shard"):
+                asked.update({name} if caller != private_names.__name__ else ())
+                if name in names:
+                    raise AttributeError(f"{type(self).__name__} has no {name}")
+        return object.__getattribute__(self, name)
+
+    made = [example for use in PRIVATE_NAMES.values() for example in use.objects()]
+    of_others = {type(x) for x in made if not isinstance(x, grain.MapDataset | grain.IterDataset)}
+    for kind in (grain.MapDataset, grain.IterDataset, *of_others):
+        monkeypatch.setattr(kind, "__getattribute__", get)
+    return asked
 
 
 def data_mesh(num_devices, name="data", axis_type=AxisType.Auto):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_rooms import CORE, FLOORS, draw_rooms
+from grain_shard.grain_inside.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grain_shard"
@@ -130,6 +131,17 @@ def test_what_is_private_to_grain_and_jax_is_looked_at_in_one_folder(path):
     if path.parent.name != "grain_inside":
         # Grain's name for batched reads, which a source has to have.
         assert set(private_names(path)) <= {"_getitems"}
+
+
+def test_the_table_of_private_names_has_each_that_the_folder_uses():
+    files = [path for path in FILES if path.parent.name == "grain_inside"]
+    used = {name for path in files for name in private_names(path)}
+    for path in files:
+        if path.stem != "private_names":
+            texts = {n.value for n in nodes_of(path) if isinstance(n, ast.Constant)}
+            used |= {t for t in texts if isinstance(t, str) and re.fullmatch(r"_[a-z]\w*", t)}
+    of_others = {"_fingerprint"}  # of a Hugging Face dataset
+    assert used - of_others == set(PRIVATE_NAMES)
 
 
 # Our own datasets.

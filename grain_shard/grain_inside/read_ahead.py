@@ -61,23 +61,22 @@ def replace_read_ahead(
     def replacement(node: Any) -> Any:
         if isinstance(node, grain.MapDataset):
             return node
-        if (found := read_ahead(node)) is not None:
+        # Without this name it is unknown if the stream has None in place of records without data.
+        if (found := read_ahead(node)) is not None and hasattr(node, "_allow_nones"):
             options = getattr(node, "_read_options", None) or grain.ReadOptions()
             stream: Any = make_stream(found[0], options)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
-        functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
+        functions = {name: fn for name in _FUNCTIONS if _is_users(fn := _own(node, name))}
         if iter_batch_size(node) is not None:
             check = functools.partial(check_record, is_changed_later=node is not ds)
-            functions["_batch_fn"] = _checking(vars(node)["_batch_fn"], check)
-        flat_map = getattr(vars(node).get("_transform"), "flat_map", None)
+            functions["_batch_fn"] = _checking(_own(node, "_batch_fn"), check)
+        flat_map = getattr(_own(node, "_transform"), "flat_map", None)
         if not (changed or functions or flat_map):
             return node
         changed_node = copy.copy(node)
-        # Grain computes the node's name from the user's function and keeps it. So the name is
-        # computed here, before the function is wrapped.
-        getattr(changed_node, "_transform_name", None)
+        str(changed_node)  # Grain keeps the name of the user's function, which is wrapped below
         # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
@@ -98,6 +97,11 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
     if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
         return True
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
+
+
+def _own(node: Any, name: str) -> Any:
+    """Returns an attribute of a node, but none of its class; None if there is no such attribute."""
+    return getattr(node, name, None) if name in vars(node) else None
 
 
 def _is_users(fn: Any) -> bool:

@@ -10,6 +10,7 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.private_names import log_missing_names
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.reading.row_dataset import RowMapDataset, batching_of
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -32,6 +33,7 @@ class Stage(ABC):
             ShardingError: `ds` is another kind of object, is sharded already, or does not fit the
                 stage's arguments.
         """
+        log_missing_names()
         if sharded(ds) is not None:
             raise ShardingError(
                 "the dataset is sharded already.", remedy="call .shard_to once, at the end."
