@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
-import math
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -33,13 +31,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, cast
 
-import cloudpickle
 import grain
-import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, noting
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
+from grain_shard.pickling import pickled, pickled_back
 from grain_shard.tasks import Producer
 from grain_shard.world import Elsewhere, World
 
@@ -49,12 +46,6 @@ _GUARD = (
 )
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
-# The objects of JAX that refer to devices, and their names in an error.
-_ON_DEVICES = {
-    jax.Array: "jax.Array",
-    jax.Device: "jax.Device",
-    jax.sharding.Mesh: "jax.sharding.Mesh",
-}
 # In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
 # Signals to a whole job. They are meant for the training script, so the workers ignore them.
@@ -216,60 +207,6 @@ def refuse_in_worker() -> None:
         )
 
 
-def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
-    """Pickles a pipeline for another process.
-
-    Raises:
-        ShardingError: The pipeline cannot be pickled, refers to devices, or is too large.
-    """
-    try:
-        with _BoundedFile(most_bytes) as file:
-            _DevicelessPickler(file).dump(pipeline)
-            return file.getvalue()
-    except ShardingError:
-        raise
-    except Exception as error:
-        raise ShardingError(
-            f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
-            remedy="do not keep an open file, connection, lock or ContextVar in the pipeline,"
-            " because it cannot be pickled. Open it in the worker: inside make_feed, or in the"
-            " source's first read.",
-        ) from error
-
-
-class _BoundedFile(io.BytesIO):
-    def __init__(self, most_bytes: float):
-        super().__init__()
-        self._most_bytes = most_bytes
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > self._most_bytes:
-            raise ShardingError(
-                f"the pipeline has more than {self._most_bytes:,} bytes to send to each worker"
-                " process.",
-                remedy="let the source open its files in the worker process, and hold no data.",
-            )
-        return super().write(data)
-
-
-class _DevicelessPickler(cloudpickle.Pickler):
-    """Refuses objects of JAX that refer to devices.
-
-    A worker that unpickled such an object would start JAX's backend. On a TPU VM the backend of a
-    second process finds the chips taken.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if (kind := next((k for k in _ON_DEVICES if isinstance(obj, k)), None)) is not None:
-            raise ShardingError(
-                "the pipeline cannot be sent to a worker process, because it refers to a"
-                f" {_ON_DEVICES[kind]}, and the devices belong to this process.",
-                remedy="in the functions and the source of the pipeline, use numpy.asarray(array)"
-                " in place of a jax.Array, and no mesh, sharding or device.",
-            )
-        return super().reducer_override(obj)
-
-
 class _Share(grain.IterDataset):
     """A dataset of the elements of one worker.
 
@@ -336,9 +273,7 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
         of each of these parts as an integer array.
     """
     buffers: list[pickle.PickleBuffer] = []
-    # `pickle` cannot send objects of the main script's classes, such as a NamedTuple. A worker gets
-    # these classes from `cloudpickle`, and only that takes them back for the main process's own.
-    pickled = cloudpickle.dumps(element, protocol=5, buffer_callback=buffers.append)
+    pickled = pickled_back(element, buffers.append)
     parts = [np.frombuffer(part, np.uint8) for part in (pickled, *(b.raw() for b in buffers))]
     sizes = np.array([len(part) for part in parts])
     starts = _starts(sizes)

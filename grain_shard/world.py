@@ -24,8 +24,6 @@ import contextvars
 import functools
 import os
 import threading
-import uuid
-import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -35,6 +33,7 @@ import jax
 import numpy as np
 
 from grain_shard.grain_inside.flags import FlagValues
+from grain_shard.pickling import key_of, returned
 from grain_shard.spans import count_apart
 
 T = TypeVar("T")
@@ -58,8 +57,6 @@ class World:
         self._maker, self._context = threading.get_ident(), contextvars.copy_context()
         self._mesh, self._errors = cast(Any, jax.sharding.get_mesh()), np.geterr()
         self._settings = {name: getattr(jax.config, name) for name in _contexts()}
-        self._key = os.getpid(), uuid.uuid4().hex
-        _here[self._key] = self
 
     def enter(self) -> None:
         """Puts the calling thread into this world until it ends, if it did not make this world.
@@ -107,7 +104,7 @@ class World:
         return zlib.compress(cloudpickle.dumps(parts))  # a third, as each task carries it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._key, self._packed)
+        return returned, (key_of(self), _elsewhere, self._packed)
 
 
 class Elsewhere:
@@ -146,15 +143,6 @@ class Elsewhere:
                 jax.config.update(name, self._settings[name])
         with np.errstate(**self._errors):
             return work(*args)
-
-
-_here = weakref.WeakValueDictionary[tuple[int, str], World]()  # the worlds of this process
-
-
-def _arrived(key: tuple[int, str], packed: bytes) -> World | Elsewhere:
-    """Returns a world that was pickled: the same object if this process has pickled it."""
-    world = _here.get(key) if key[0] == os.getpid() else None
-    return world or _elsewhere(packed)
 
 
 @functools.lru_cache(_KEPT)

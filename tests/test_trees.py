@@ -314,14 +314,16 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
         for cls in (Point, Row):
-            of_map = grain.MapDataset.range(4).map(lambda i: {"r": cls(np.int32(i))})
-            of_arrays = grain.MapDataset.source(grain_shard.ArraySource({"r": cls(np.arange(4))}))
+            of_map = grain.MapDataset.range(80).map(lambda i: {"r": cls(np.int32(i))})
+            of_arrays = grain.MapDataset.source(grain_shard.ArraySource({"r": cls(np.arange(80))}))
             for records in (of_map, of_arrays):
                 for where in ({}, {"num_workers": 1}, {"executor": executor}):
+                    cls.set_by = "the script"
                     try:
                         with iter(records.batch(4).shard_to(jax.devices()[0], **where)) as batches:
-                            (batch,) = batches
-                        print(type(batch["r"]) is cls and batch["r"].x.tolist())
+                            batch, cls.set_by = next(batches), "the loop"
+                            is_kept = all(type(b["r"]).set_by == "the loop" for b in batches)
+                        print(type(batch["r"]) is cls and is_kept and batch["r"].x.tolist())
                     except grain_shard.ShardingError as error:
                         print(error.problem)
 """

@@ -1,7 +1,8 @@
 """Batches made by a `concurrent.futures.Executor`: in other processes, or on other machines.
 
-Each task carries the number of a batch and the pickled pipeline. The pipeline holds no mesh and no
-device. A worker keeps the pipelines that it has unpickled, with their open files, for later tasks.
+Each task carries the number of a batch and the pipeline. The pipeline holds no mesh and no device.
+In another process the pipeline is a copy. A worker keeps the copies, with their open files, for
+later tasks.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import time
 from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
-import cloudpickle
 import jax
 from absl import logging
 
 from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
 from grain_shard.interrupts import Bell
+from grain_shard.pickling import key_of, pickled, pickled_back, returned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
 from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import pickled, sendable
+from grain_shard.worker_processes import sendable
 from grain_shard.world import Elsewhere, World
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
@@ -38,11 +39,11 @@ _LARGE_BYTES = 2**20
 # Most unpickled pipelines that a worker keeps.
 _KEPT = 8
 
-# The result of a task: the leaves of a batch, its pickled structure, counts of failed reads, the
-# seconds of work, and the name of the worker. If the batch cannot be made, the result is the error.
-# The structure is pickled by `cloudpickle`, because most executors cannot send a class of the main
-# script, such as a NamedTuple.
-Made = tuple[list[Any], bytes, FaultCounts, float, str] | BaseException
+# The result of a task: the leaves of a batch, its structure, counts of failed reads, the seconds of
+# work, and the name of the worker. If the batch cannot be made, the result is the error. From
+# another process the structure comes as bytes, because most executors cannot send a class of the
+# main script, such as a NamedTuple.
+Made = tuple[list[Any], Any, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
@@ -69,14 +70,15 @@ class ExecutorBatches(Producer[int]):
         faults: Faults,
     ):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
-        self._name, self._world = type(executor).__name__, World()
-        self._pipeline = pickled((batching, rules))
-        if len(self._pipeline) > _LARGE_BYTES:
+        self._name = type(executor).__name__
+        packed = pickled((batching, rules))
+        self._pipeline = _Pipeline(World(), packed, (batching, rules))
+        if len(packed) > _LARGE_BYTES:
             logging.warning(
                 "grain_shard: each task for the executor carries the whole pipeline, %.1f MB. To"
                 " send less, let the source read files that every worker can open, instead of"
                 " arrays in memory.",
-                len(self._pipeline) / 1e6,
+                len(packed) / 1e6,
             )
         self._tries = 1 + rules.times
         self._is_stopped = False
@@ -133,11 +135,13 @@ class ExecutorBatches(Producer[int]):
         self._faults.add(counts)
         now = time.perf_counter()
         record(Span(WORK, worker, now - seconds, now))
-        return owned(pickle.loads(structure).unflatten(leaves))
+        if isinstance(structure, bytes):
+            structure = pickle.loads(structure)
+        return owned(structure.unflatten(leaves))
 
     def _submitted(self, index: int) -> Future[Made]:
         try:
-            return self._executor.submit(make_batch, self._world, self._pipeline, index)
+            return self._executor.submit(make_batch, self._pipeline, index)
         except Exception as error:
             raise GrainShardError(
                 f"the executor {self._name} accepts no task: {describe_error(error)}\n"
@@ -155,28 +159,55 @@ class ExecutorBatches(Producer[int]):
         return future.result()
 
 
-def make_batch(world: World | Elsewhere, pipeline: bytes, index: int) -> Made:
-    """Makes one batch in a worker of the executor.
+class _Pipeline:
+    """The pipeline of a task. It comes as itself into this process, and as a copy into another one.
 
     Args:
         world: The world of the loop's thread.
-        pipeline: The pickled pair of the batches and the rules for failed reads.
+        packed: The pickled pair of the batches and the rules for failed reads.
+        pair: The pair itself; None in another process.
+    """
+
+    def __init__(
+        self,
+        world: World | Elsewhere,
+        packed: bytes,
+        pair: tuple[Batching, FaultRules] | None = None,
+    ):
+        self._packed, self._pair = packed, pair
+        self.world, self.is_here = world, pair is not None
+
+    def opened(self) -> tuple[Batching, FaultRules]:
+        """Returns the pair of the batches and the rules. Called in the world."""
+        return _unpickled(self._packed) if self._pair is None else self._pair
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return returned, (key_of(self), _Pipeline, self.world, self._packed)
+
+
+def make_batch(pipeline: _Pipeline, index: int) -> Made:
+    """Makes one batch in a worker of the executor.
+
+    Args:
+        pipeline: The pipeline.
         index: The number of the batch.
 
     Returns:
-        A tuple (leaves of the batch, pickled structure of the batch, counts of failed reads,
-        seconds of work, name of the worker); or the error, if the batch cannot be made.
+        A tuple (leaves of the batch, structure of the batch, counts of failed reads, seconds of
+        work, name of the worker); or the error, if the batch cannot be made.
     """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
+    run = pipeline.world.run
     try:
-        batching, rules = world.run(_unpickled, pipeline)
-        batch, counts = world.run(counted_batch, batching, rules, index)
+        batch, counts = run(counted_batch, *run(pipeline.opened), index)
         leaves, structure = jax.tree.flatten(batch)
     except Exception as error:
         error.add_note(f"grain_shard: in {process}")
-        return sendable(error)
+        return error if pipeline.is_here else sendable(error)
     worker = f"thread {threading.get_ident()} of {process}"
-    return leaves, cloudpickle.dumps(structure), counts, time.perf_counter() - start, worker
+    if not pipeline.is_here:
+        structure = pickled_back(structure)
+    return leaves, structure, counts, time.perf_counter() - start, worker
 
 
 def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:
