@@ -4,17 +4,18 @@ A record is read by the loop's thread, by background threads, by worker processe
 of an executor. If contexts, settings or flags differed, so would the records, without an error. So
 the world of the thread that opens an iterator goes along:
 
-* into threads: the values of all `ContextVar` objects (`numpy.errstate` is one of them), JAX's mesh
-  and JAX's settings,
+* into threads: the values of all `ContextVar` objects (`numpy.errstate` is one of them), JAX's
+  meshes (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`) and JAX's settings,
 * into other processes: JAX's settings, `numpy.errstate`, the absl flags and the working directory.
 
 JAX's settings are those of `jax.config`. Settings that guard a thread are left out, because they
 change no value, and only raise or log: the transfer guards, `jax.thread_guard`,
 `jax.array_garbage_collection_guard`, `jax.no_tracing` and `jax.no_execution`. The number of CPU
 devices does not go into other processes, because it cannot change once JAX runs there. These are
-left out because JAX has no public way to read or to list them: contexts of `jax.make_user_context`,
-and ``with mesh:``, which JAX has deprecated. A mesh, a device and a `ContextVar` cannot be sent to
-another process. In place of a default device its platform is sent.
+left out because JAX has no public way to read or to list them: contexts of `jax.make_user_context`
+and `jax.experimental.compute_on`, and ``with mesh:``, which JAX has deprecated. A mesh, a device
+and a `ContextVar` cannot be sent to another process. In place of a default device its platform is
+sent.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class World:
     def __init__(self):
         self._maker, self._context = threading.get_ident(), contextvars.copy_context()
         self._mesh, self._errors = cast(Any, jax.sharding.get_mesh()), np.geterr()
+        self._abstract_mesh = jax.sharding.get_abstract_mesh()
         self._settings = {name: getattr(jax.config, name) for name in _contexts()}
 
     def enter(self) -> None:
@@ -92,6 +94,8 @@ class World:
                 stack.enter_context(_contexts()[name](value))
         if jax.sharding.get_mesh() != self._mesh:
             stack.enter_context(jax.set_mesh(self._mesh))
+        if jax.sharding.get_abstract_mesh() != self._abstract_mesh:
+            stack.enter_context(jax.sharding.use_abstract_mesh(self._abstract_mesh))
 
     @functools.cached_property
     def _packed(self) -> bytes:

@@ -83,6 +83,10 @@ CONTEXTS = {
     ),
     "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(3).itemsize),
     "set_mesh": (lambda: jax.set_mesh(data_mesh(4)), lambda: jax.sharding.get_mesh().size),
+    "use_abstract_mesh": (
+        lambda: jax.sharding.use_abstract_mesh(data_mesh(4).abstract_mesh),
+        lambda: len(jax.sharding.get_abstract_mesh().axis_names),
+    ),
     "np.errstate": (
         lambda: np.errstate(divide="raise"),
         lambda: raises(lambda: np.ones(1) / np.zeros(1)),
