@@ -16,6 +16,8 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 # The driver of HDF5 for a file on a disk. With any other one, the path need not lead to the data.
 _ON_DISK = "sec2"
+# Linux lists here what this process has mapped.
+_MAPS = "/proc/self/maps"
 
 
 class Sendable(ABC):
@@ -164,7 +166,8 @@ class _Mapped(Sendable):
         """Returns the view that an array is; None if the array has to be copied.
 
         It has to be copied if it is no view of a file, if it can have changes that are not in the
-        file (copy on write), or if it is not known where in the file it begins.
+        file (copy on write), if it is not known where in the file it begins, or if another file has
+        the path by now.
         """
         # The array itself may be of any type, and may have the offset of another view. So its
         # place is measured from the beginning of the map, which all views share.
@@ -175,13 +178,21 @@ class _Mapped(Sendable):
         if owner is None or memmap is None or not memmap.filename or memmap.mode == "c":
             return None
         path = os.path.abspath(memmap.filename)
-        place = _address(array) - _address(np.frombuffer(owner, np.uint8))
+        start = _start(owner)
+        place = _address(array) - start
         try:
             np.ndarray(array.shape, array.dtype, owner, place, array.strides)
             if memmap.mode != "r":
                 owner.flush()  # which may change the time of the file
-            file = _File.of(leaf, path, os.stat(path))
+            with (
+                open(path, "rb") as opened,
+                mmap.mmap(opened.fileno(), 1, access=mmap.ACCESS_READ) as again,
+            ):
+                file = _File.of(leaf, path, os.fstat(opened.fileno()))
+                is_same = _file_mapped_at(start) == _file_mapped_at(_start(again))
         except (ValueError, TypeError, OSError):  # the view leaves the map, or the file is gone
+            return None
+        if not is_same:
             return None
         offset = memmap.offset - memmap.offset % mmap.ALLOCATIONGRANULARITY + place
         return cls(file, array.dtype, offset, array.shape, array.strides)
@@ -196,6 +207,26 @@ class _Mapped(Sendable):
 
 def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
+
+
+def _start(owner: mmap.mmap) -> int:
+    return _address(np.frombuffer(owner, np.uint8))
+
+
+def _file_mapped_at(address: int) -> tuple[str, str] | None:
+    """Returns the device and the inode of a mapped file; None if only Linux could tell.
+
+    Both may differ from those that `os.stat` returns, for example in a container.
+    """
+    if not os.path.exists(_MAPS):
+        return None
+    with open(_MAPS, errors="surrogateescape") as lines:
+        for line in lines:
+            addresses, _, _, device, inode, *_ = line.split()
+            first, end = (int(number, 16) for number in addresses.split("-"))
+            if first <= address < end:
+                return device, inode
+    return None
 
 
 @dataclass(frozen=True)
@@ -217,7 +248,7 @@ class _Hdf5(Sendable):
     @classmethod
     def of(cls, leaf: str, dataset: Any) -> _Hdf5:
         opened, file = dataset.file, None
-        if opened.driver == "sec2":  # HDF5's name of its driver for files on a disk
+        if opened.driver == _ON_DISK:
             facts = os.fstat(opened.id.get_vfd_handle())
             file = _File.of(leaf, os.path.abspath(opened.filename), facts)
         return cls(leaf, file, dataset.name, opened.mode)
