@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import random
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from grain_shard import ShardingError, feeds
+from grain_shard.feeding import feed_sample
+from grain_shard.iteration.host_batches import THREAD
 from grain_shard.reading import rereads
 from tests.conftest import data_mesh, ids
 from tests.counting_source import Source
@@ -165,48 +168,129 @@ def with_more(i):
     return {"id": i} | ({"more": i} if getattr(HERE, "scale", 1) > 1 else {})
 
 
+def in_a_tuple(i):
+    return {"p": (i, i) if getattr(HERE, "scale", 1) > 1 else [i, i]}
+
+
+def only_there(i):
+    if i > 2 and getattr(HERE, "scale", 1) == 1:
+        raise ValueError("too large")
+    return {"x": i}
+
+
+def only_here(i):
+    if i > 2 and getattr(HERE, "scale", 1) > 1:
+        raise ValueError("too large")
+    return {"x": i}
+
+
+def of_4_mb(i):
+    return {"x": np.full(2**20, scaled(i)["x"], np.float32)}
+
+
+def after_batch(function):
+    ds = grain.MapDataset.range(64).batch(8)
+    return ds.map(lambda batch: {"x": np.array([function(i)["x"] for i in batch])})
+
+
+def of_feeds(function, passes=lambda record: True):
+    def make_feed(feed):
+        records = grain.MapDataset.range(64)[feed.shard_index :: feed.shard_count].repeat()
+        return records.map(function).to_iter_dataset().filter(passes)
+
+    return feeds(make_feed, num_feeds=4).batch(8)
+
+
+MADE_IN_WORKERS = {
+    "records": lambda function: grain.MapDataset.range(64).map(function).batch(8),
+    "whole batches": after_batch,
+    "feeds": of_feeds,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [pid, hashed])
-@pytest.mark.parametrize("after_batch", [False, True])
-def test_a_worker_process_that_gives_other_rows_is_named(function, after_batch):
-    ds = grain.MapDataset.range(64)
-    if after_batch:
-        ds = ds.batch(8).map(lambda batch: {"x": np.array([function(i)["x"] for i in batch])})
-    else:
-        ds = ds.map(function).batch(8)
-    with iter(ds.shard_to(data_mesh(4), num_workers=1)) as batches:
+@pytest.mark.parametrize("kind", MADE_IN_WORKERS)
+def test_a_worker_process_that_gives_other_rows_is_named(function, kind):
+    ds = MADE_IN_WORKERS[kind](function).shard_to(data_mesh(4), num_workers=1)
+    with iter(ds) as batches:
         next(batches)
         with pytest.raises(ShardingError, match=r"a worker process got .* reads alone gets") as no:
             next(batches)
     assert "hash() of a str" in str(no.value)
+    assert ("from row 0 of feed 0" in str(no.value)) == (kind == "feeds")
 
 
-OTHER_ROWS = {
-    scaled: "['x']: the executor Elsewhere got 2 from record 1 of the dataset before .batch, and",
-    noisy: "['x']: the executor Elsewhere got 2 from record 1 of the dataset before .batch, and",
-    with_more: "['more']: the executor Elsewhere got 0 from record 0 of the dataset before .batch,",
+def passes_in_workers(record):
+    return multiprocessing.parent_process() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest_s", [0.1, 1e9])
+def test_feeds_of_which_the_main_process_gets_no_row_do_not_hang(longest_s, monkeypatch):
+    monkeypatch.setattr(feed_sample, "_LONGEST_S", longest_s)
+    ds = of_feeds(lambda i: {"id": i}, passes_in_workers)
+    with iter(ds.shard_to(data_mesh(4), num_workers=1)) as batches:
+        first = next(batches)
+        rest = list(itertools.islice(batches, 3)) if longest_s < 1 else []
+    assert sorted(flat(ids([first, *rest]))) == list(range(8 + 8 * len(rest)))
+
+
+class Elsewhere(concurrent.futures.Executor):
+    """Runs tasks in a world of another scale, as if in another process."""
+
+    def __init__(self, scale=2):
+        self.scale = scale
+
+    def submit(self, function, *arguments):
+        HERE.scale = self.scale
+        try:
+            made = pickle.loads(pickle.dumps(function(*arguments)))
+        finally:
+            HERE.scale = 1
+        done = concurrent.futures.Future()
+        done.set_result(made)
+        return done
+
+
+FOUND = {
+    scaled: ("['x']", 2, 1, 1),
+    noisy: ("['x']", 2, 1, 1),
+    with_more: ("['more']", 0, 0, "no such leaf"),
+    in_a_tuple: ("['p']", "a tuple", 0, "a list"),
+    only_there: ("", "a dict", 3, "ValueError: too large"),
+    only_here: ("", "no row", 3, "a dict"),
+    of_4_mb: ("['x']", "[2., 2., ..., 2., 2.]", 1, "[1., 1., ..., 1., 1.]"),
 }
 
 
-@pytest.mark.parametrize("function", OTHER_ROWS)
+@pytest.mark.parametrize("function", FOUND)
 def test_a_process_of_an_executor_that_gives_other_rows_is_named(function):
-    class Elsewhere(concurrent.futures.Executor):
-        def submit(self, function, *arguments):
-            HERE.scale = 2
-            try:
-                made = pickle.loads(pickle.dumps(function(*arguments)))
-            finally:
-                HERE.scale = 1
-            done = concurrent.futures.Future()
-            done.set_result(made)
-            return done
-
-    ds = grain.MapDataset.range(64).map(function).batch(8)
-    with iter(ds.shard_to(data_mesh(4), executor=Elsewhere())) as batches:
+    (path, got, record, alone), ds = FOUND[function], grain.MapDataset.range(64).map(function)
+    ds = ds.batch(5 if function is of_4_mb else 8).shard_to(
+        data_mesh(4), executor=Elsewhere(), on_bad_record="mask", max_bad_records=1.0
+    )
+    with iter(ds) as batches:
         next(batches)
         with pytest.raises(ShardingError) as no:
             next(batches)
-    assert OTHER_ROWS[function] in str(no.value)
+    assert str(no.value).startswith(
+        f"batch{path}: the executor Elsewhere got {got} from record {record} of the dataset before"
+        f" .batch, and one thread that reads alone gets {alone}, each time."
+    )
+
+
+def test_each_run_of_an_executor_is_compared():
+    executor = Elsewhere(scale=1)
+    ds = grain.MapDataset.range(64).map(scaled).batch(8).shard_to(data_mesh(4), executor=executor)
+    with iter(ds) as batches:
+        list(itertools.islice(batches, 3))
+        state = batches.get_state()
+        executor.scale = 2
+        batches.set_state(state)
+        next(batches)
+        with pytest.raises(ShardingError, match="Elsewhere got 48 from record 24"):
+            next(batches)
 
 
 class NoisyFile(OneFile):
@@ -269,6 +353,15 @@ def test_a_record_that_cannot_be_read_again_is_left_out(on_bad_record):
     ds = grain.MapDataset.source(Source(32, fails_the_second_time)).map(lambda i: {"id": i})
     ds = ds.batch(8).shard_to(data_mesh(4), on_bad_record=on_bad_record)
     assert len(flat(ids(ds))) == 32 - (on_bad_record == "mask")
+
+
+def test_a_record_that_was_masked_and_can_be_read_again_is_left_out():
+    def fails_for_the_batch(index, number):
+        if index == 3 and threading.current_thread().name.startswith(THREAD):
+            raise ValueError("not yet")
+
+    ds = grain.MapDataset.source(Source(32, fails_for_the_batch)).map(lambda i: {"id": i})
+    assert len(flat(ids(ds.batch(8).shard_to(data_mesh(4), on_bad_record="mask")))) == 31
 
 
 def test_few_records_of_this_host_are_read_again_and_only_once_for_a_dataset():

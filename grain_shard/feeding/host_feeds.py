@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator, FeedRun
 from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
 from grain_shard.feeding.feed_reader import ENDED
 from grain_shard.feeding.feed_rows import row_stacker
+from grain_shard.feeding.feed_sample import FeedSample
 from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.grain_inside.read_ahead import begins_with_records
@@ -22,6 +24,7 @@ from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
+from grain_shard.reading.rereads import Maker
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch
 
@@ -53,7 +56,7 @@ class HostFeeds(HostBatches):
         self.fingerprint = dict(ds.feeds.fingerprint)
         first_feed = ds.feeds.make(0)
         self.contents = Contents(first_feed)
-        self._reread = Reread.of_stream(first_feed) if run.num_threads != 1 else None
+        self._rereads = Reread.of_stream(first_feed) if run.num_threads != 1 else ()
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:
@@ -63,7 +66,12 @@ class HostFeeds(HostBatches):
 
     def open(self, position: FeedsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a feed reads them
-        iterator = FeedIterator(self._ds, self._run, position)
+        iterator, rereads = FeedIterator(self._ds, self._run, position), self._rereads
+        if self._run.num_workers:
+            first_rows = functools.partial(
+                FeedSample, self._ds, self._run.fault_rules, iterator.position()
+            )
+            rereads = (Reread(first_rows, Maker("a worker process", False)), *rereads)
         # Worker processes have a buffer of their own. So with workers, only one batch waits in this
         # process.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
@@ -73,7 +81,7 @@ class HostFeeds(HostBatches):
             buffer_size,
             iterator.faults,
             contents=self.contents,
-            reread=self._reread,
+            rereads=rereads,
         )
 
     def first(self) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import grain
@@ -32,16 +32,16 @@ class Reread(NamedTuple):
     maker: Maker
 
     @classmethod
-    def of_stream(cls, ds: grain.IterDataset) -> Reread | None:
-        """Returns the first records of a stream; None unless several threads read a `MapDataset`.
+    def of_stream(cls, ds: grain.IterDataset) -> tuple[Reread, ...]:
+        """Returns the first records of a stream; () unless several threads read a `MapDataset`.
 
         Args:
             ds: The stream.
         """
         records = read_by_threads(ds)
         if records is None:
-            return None
-        return cls(functools.partial(Sample.of_first, records), Maker("a reading thread", True))
+            return ()
+        return (cls(functools.partial(Sample.of_first, records), Maker("a reading thread", True)),)
 
 
 class ComparedBatches(Producer[tuple[Batch, Any]]):
@@ -50,37 +50,44 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
     The first batch is handed out before. So it is not late, and an error comes in place of the
     second batch, or of the end.
 
+    Threads of this process are compared once for a dataset. Worker processes and executors are
+    compared in each run, because the main process may change between the runs.
+
     Args:
         batches: The stage.
-        reread: The records that are read again.
-        contents: Notes that the records were compared, which a dataset does once.
+        rereads: The records that are read again.
+        contents: Notes that threads were compared, and which leaves are random.
     """
 
-    def __init__(self, batches: TaskStage[tuple[Batch, Any]], reread: Reread, contents: Contents):
-        self._batches, self._reread, self._contents = batches, reread, contents
-        self._sample: Sample | None = None
-        self._given: Mapping[int, Leaves] = {}
+    def __init__(
+        self, batches: TaskStage[tuple[Batch, Any]], rereads: Iterable[Reread], contents: Contents
+    ):
+        self._batches, self._contents = batches, contents
+        self._rereads = [
+            one for one in rereads if not (one.maker.has_threads and contents.is_reread)
+        ]
+        self._begun: list[tuple[Maker, Sample, Mapping[int, Leaves]]] = []
 
     def __next__(self) -> tuple[Batch, Any]:
-        if self._contents.is_reread:
-            return next(self._batches)
-        if self._sample is not None:
-            self._compare(self._sample)
-            return next(self._batches)
+        while self._begun:
+            self._compare(*self._begun[0])
+            del self._begun[0]
         item = next(self._batches)
-        self._sample = self._reread.sample()
-        self._given = self._sample.given(item[0])
+        for sample, maker in ((one.sample(), one.maker) for one in self._rereads):
+            sample.unsteady = self._contents.unsteady
+            self._begun.append((maker, sample, sample.given(item[0])))
+        self._rereads = []
         return item
 
-    def _compare(self, sample: Sample) -> None:
+    def _compare(self, maker: Maker, sample: Sample, given: Mapping[int, Leaves]) -> None:
         stage, contents = self._batches, self._contents
 
         def wait_until_idle() -> None:
             stage.wait_for(lambda: stage.is_idle, _IDLE_S)
 
-        random = compare(sample, self._given, self._reread.maker, wait_until_idle)
-        contents.is_reread, self._given = not sample.is_stopped, {}
-        if random is not None and contents.is_reread and not contents.why_not:
+        random = compare(sample, given, maker, wait_until_idle)
+        contents.is_reread |= maker.has_threads and not sample.is_stopped
+        if random is not None and not (sample.is_stopped or contents.why_not):
             logging.warning(
                 "grain_shard: %s: another read of %s gave another value. So batches depend on the"
                 " host and the run. For random values that do not, use .seed(s) and .random_map.",
@@ -89,8 +96,8 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
             )
 
     def stop(self) -> None:
-        if self._sample is not None:
-            self._sample.is_stopped = True
+        for _, sample, _ in self._begun:
+            sample.stop()
         self._batches.stop()
 
     def close(self) -> None:

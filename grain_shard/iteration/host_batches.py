@@ -12,7 +12,7 @@ There are three kinds of pipelines, each a subclass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grain_shard.background import Background, TaskStage
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
             whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
         faults: Returns the counts of failed reads.
-        reread: Some records to read again, beside the first batch; None to read none.
+        rereads: Some records to read again, beside the first batch.
     """
 
     position: Position
@@ -54,7 +54,7 @@ class Opened(NamedTuple):
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
-    reread: Reread | None = None
+    rereads: Sequence[Reread] = ()
 
 
 class _WithPositions(Producer[tuple[Batch, Position]]):
@@ -92,7 +92,7 @@ def opened_in_order(
     faults: Callable[[], FaultCounts],
     first_digest: Callable[[], str] = str,
     contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
-    reread: Reread | None = None,
+    rereads: Sequence[Reread] = (),
 ) -> Opened:
     """Returns the remaining batches of an iterator, made in one background thread.
 
@@ -103,11 +103,11 @@ def opened_in_order(
         faults: Returns the counts of failed reads.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
         contents: The contents that are read with the first batch, to compare them with other hosts.
-        reread: Some records to read again, beside the first batch; None to read none.
+        rereads: Some records to read again, beside the first batch.
     """
     position, source = iterator.position(), _WithPositions(iterator, kind, contents)
     batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
-    return Opened(position, batches, first_digest=first_digest, faults=faults, reread=reread)
+    return Opened(position, batches, first_digest=first_digest, faults=faults, rereads=rereads)
 
 
 class HostBatches(ABC):

@@ -42,7 +42,7 @@ from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import Producer, log_unclosed
+from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 from grain_shard.world import World
 
@@ -196,11 +196,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
-        source: Producer[tuple[Batch, Position]] = batches
-        if opened.reread is not None and not host.contents.is_reread:
-            source = ComparedBatches(batches, opened.reread, host.contents)
+        compared = ComparedBatches(batches, opened.rereads, host.contents)
         placed = Background(
-            place, source, buffer_size=self._device_buffer_size, name="grain-shard-device"
+            place, compared, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
         stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
         if host.ends_by_vote:

@@ -151,9 +151,9 @@ class RandomAccess(HostBatches):
         def position_after(index: int) -> Progress:
             return cuts.progress(index + 1)
 
-        def reread(maker: str, *, elsewhere: bool, has_threads: bool) -> Reread:
+        def reread(maker: str, *, elsewhere: bool, has_threads: bool) -> list[Reread]:
             sample = functools.partial(batching.sample, start.step, elsewhere=elsewhere)
-            return Reread(sample, Maker(maker, has_threads))
+            return [Reread(sample, Maker(maker, has_threads))]
 
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, rules, faults)
@@ -170,7 +170,7 @@ class RandomAccess(HostBatches):
             in_threads = isinstance(settings.executor, ThreadPoolExecutor)
             name = f"the executor {type(settings.executor).__name__}"
             again = reread(name, elsewhere=not in_threads, has_threads=in_threads)
-            return Opened(start, batches, faults=faults.counts, reread=again)
+            return Opened(start, batches, faults=faults.counts, rereads=again)
         if settings.num_workers and indices:
             of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
             workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
@@ -186,7 +186,7 @@ class RandomAccess(HostBatches):
             # shared memory of the workers.
             batches = Background(taken, workers, buffer_size=1, name=THREAD)
             again = reread("a worker process", elsewhere=True, has_threads=False)
-            return Opened(start, batches, faults=faults.counts, reread=again)
+            return Opened(start, batches, faults=faults.counts, rereads=again)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
         reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
@@ -197,8 +197,8 @@ class RandomAccess(HostBatches):
 
         # A source that only one thread may read must not be read again by another thread.
         several = settings.num_threads != 1
-        again = reread("a reading thread", elsewhere=False, has_threads=True) if several else None
-        return Opened(start, batches, reads=threads, faults=faults.counts, reread=again)
+        again = reread("a reading thread", elsewhere=False, has_threads=True) if several else []
+        return Opened(start, batches, reads=threads, faults=faults.counts, rereads=again)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))

@@ -60,7 +60,7 @@ class Stream(HostBatches):
             self._buffer_size,
             faults.counts,
             first_digest=lambda: seen.first_digest,
-            reread=Reread.of_stream(self._ds),
+            rereads=Reread.of_stream(self._ds),
         )
 
     def require_new_pass(self) -> None:

@@ -8,6 +8,7 @@ functions may be random.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,8 +41,8 @@ class Contents(Task[Any]):
     Attributes:
         digest: The digests of both records, one after the other. It is "" before the records are
             read, and if they are not compared.
-        is_reread: True once some records of a batch were read again and compared; see
-            `rereads.py`.
+        is_reread: True once threads of this process read some records again; see `rereads.py`.
+        unsteady: The leaves that differed when one thread read them alone; see `Sample.unsteady`.
         is_read: True once the records were read, or if there are no records to read.
         why_not: The reason why contents are not compared, for messages. It is "" if contents are
             compared, if `ds` is None, and if every source is a ``MapDataset.range``.
@@ -56,6 +57,7 @@ class Contents(Task[Any]):
         self.digest: str = ""
         self.why_not: str = ""
         self.is_reread: bool = False
+        self.unsteady = collections.Counter[str]()
         self.is_read: bool = self._node is None
         if self.is_read and any(type(node) is not RANGE for node in leaves):
             self.why_not = "the source of the pipeline is unknown"

@@ -21,23 +21,28 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.errors import ShardingError, describe_error, describe_leaf
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.origin import Origin, record_name
-from grain_shard.trees import Batch, as_arrays, flatten, is_text
+from grain_shard.reading.transient import is_transient
+from grain_shard.trees import ROOT, Batch, as_arrays, flatten, is_text, path_of
 from grain_shard.world import World
 
-# The most records to read again, and the most bytes of their rows to keep. For a stream or feeds,
-# whose records are not known to be rows of this host, fewer are read.
-_RECORDS, _RECORDS_OF_STREAM, _BYTES = 16, 4, 2**21
+# The most records to read again. For a stream or feeds, whose records are not known to be rows of
+# this host, fewer are read.
+_RECORDS, _RECORDS_OF_STREAM = 16, 4
+# The most bytes of rows to keep, unless this is less than a few rows.
+_BYTES, _FEWEST = 2**21, 4
+# The seed of the order in which records are read again.
+_ORDER = 3
 # After this time, in seconds, no further record is read alone.
 _ALONE_S = 0.1
 # Number of threads that read at the same time, the share of the records that each of them reads,
@@ -59,10 +64,10 @@ _DOUBT_S = 1.3
 # disturbed is made again after this pause, in seconds.
 _TRIES, _PAUSE_S = 4, 0.2
 
-_NAME = "grain-shard-reread"  # the name of these threads
+THREAD = "grain-shard-reread"  # the name of these threads
 _SEVERAL = "one of several threads that read at the same time"
-# Most characters of a value in a message.
-_SHOWN = 60
+# Most characters of a value in a message, and of a text in place of it, such as an error.
+_SHOWN, _SHOWN_WORDS = 60, 200
 
 # The remedies for a record that several threads read wrongly, or that another process does.
 REMEDY_OF_RACES = (
@@ -77,7 +82,16 @@ REMEDY_OF_WORLDS = (
     " Give it to the source or the function as an argument."
 )
 
-Leaves = dict[str, np.ndarray]  # the leaves of one row, by path
+
+class Lost(str):
+    """The reason why there is no row: the record cannot be read, or is masked."""
+
+    __slots__ = ()
+
+
+# The leaves of one row, by path. A path to a tuple or a list has its class as text. If there is no
+# row, the only entry is the reason, as `Lost`.
+Leaves = dict[str, np.ndarray | str]
 
 
 class Row(NamedTuple):
@@ -90,6 +104,17 @@ class Row(NamedTuple):
 
     leaves: Leaves
     bits: list[Any]
+
+    @classmethod
+    def of(cls, row: Any) -> Row:
+        return cls(leaves_of_row(row), _bits(row))
+
+    @classmethod
+    def lost(cls, why: str) -> Row:
+        return cls({ROOT: Lost(why)}, [])
+
+
+NO_ROW = Row.lost("no row")
 
 
 class Maker(NamedTuple):
@@ -110,31 +135,55 @@ class Difference(NamedTuple):
     Attributes:
         record: Index of the record in the dataset of the sample.
         path: Path of the leaf.
-        got: The value that the pipeline's threads, worker or executor gave; None if it has no such
-            leaf.
+        got: The value that the pipeline's threads, worker or executor gave, as in `Leaves`; None if
+            it has no such leaf.
         alone: The value that one thread got that read alone; None if it has no such leaf.
     """
 
     record: int
     path: str
-    got: np.ndarray | None
-    alone: np.ndarray | None
+    got: np.ndarray | str | None
+    alone: np.ndarray | str | None
 
 
 def leaves_of_row(row: Any) -> Leaves:
-    """Returns copies of the leaves of a row, by path."""
+    """Returns copies of the leaves of a row, and the names of its containers, by path."""
     paths, leaves, _ = flatten(row)
     # A subclass of str may have another `__str__`, which NumPy would take.
     texts = [str.__str__(leaf) if isinstance(leaf, str) else leaf for leaf in leaves]
     arrays = as_arrays(paths, texts)
-    return {path: np.array(array) for path, array in zip(paths, arrays, strict=True)}
+    values = {path: np.array(array) for path, array in zip(paths, arrays, strict=True)}
+    return {**values, **containers(row)}
+
+
+def containers(tree: Any, path: str = ROOT) -> dict[str, str]:
+    """Returns the class of each container in a tree, by path. Any mapping at the root is a dict."""
+    below = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    if below and not below[0][0]:  # the tree is a leaf
+        return {}
+    is_batch = path == ROOT and isinstance(tree, Mapping)  # the mask makes a dict of it
+    found = {path: f"a {dict.__name__ if is_batch else type(tree).__name__}"}
+    for keys, node in below:
+        found |= containers(node, path_of(keys, path))
+    return found
+
+
+def is_lost(leaves: Leaves) -> bool:
+    """Returns True if a record has no row, because it cannot be read or is masked."""
+    return isinstance(leaves.get(ROOT), Lost)
 
 
 def differences(record: int, got: Leaves, alone: Leaves) -> Iterator[Difference]:
     """Yields the leaves that only one of two readings has, or that have other bits."""
-    for path in alone | got:
+    if is_lost(got) and is_lost(alone):
+        return
+    for path in sorted(alone | got):  # a container comes before its leaves
         other, value = got.get(path), alone.get(path)
-        if other is None or value is None or not same_values(other, value):
+        if isinstance(other, np.ndarray) and isinstance(value, np.ndarray):
+            is_same = same_values(other, value)
+        else:
+            is_same = isinstance(other, str) and other == value
+        if not is_same:
             yield Difference(record, path, other, value)
 
 
@@ -146,10 +195,9 @@ def same_values(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _bits(row: Any) -> list[Any]:
-    return [
-        leaf.tobytes() if isinstance(leaf, np.ndarray | np.generic) else leaf
-        for leaf in jax.tree.leaves(row)
-    ]
+    leaves, structure = jax.tree.flatten(row)
+    arrays = np.ndarray | np.generic
+    return [structure, *(x.tobytes() if isinstance(x, arrays) else x for x in leaves)]
 
 
 class Sample:
@@ -163,10 +211,12 @@ class Sample:
         mask_key: The key of the mask in the batch, which is no leaf of a record.
 
     Attributes:
+        indices: The indices of the sample. They are in no order, so that the first few of them,
+            which are all if reads are slow, are from several places of the batch.
         unsteady: The paths of leaves that differed when one thread read them alone, and how often.
             Once may be the fault of a thread that still read. After twice a leaf is random, and
             compared no more, so that it hides no difference of another leaf.
-        is_stopped: Any thread may set this to True, to end the reads soon.
+        is_stopped: True after `stop`.
     """
 
     where = "the dataset before .batch"
@@ -179,7 +229,7 @@ class Sample:
         mask_key: str | None = None,
     ):
         chosen = np.unique(np.linspace(0, max(0, len(indices) - 1), _RECORDS).astype(np.int64))
-        chosen = chosen[: len(indices)]
+        chosen = np.random.default_rng(_ORDER).permutation(chosen[: len(indices)])
         self._records = records
         self.indices: list[int] = np.asarray(indices)[chosen].tolist()
         self._rows = None if rows is None else np.asarray(rows)[chosen].tolist()
@@ -196,27 +246,41 @@ class Sample:
         """Returns copies of the records' rows in the first batch of this host, by index."""
         if self._rows is None:
             return {}
+        mask = None
         if self._mask_key is not None:
+            mask = batch[self._mask_key]
             batch = {key: leaf for key, leaf in batch.items() if key != self._mask_key}
         paths, leaves, _ = flatten(batch)
-        row_bytes = sum(leaf[:1].nbytes for leaf in leaves) or 1
-        pairs = list(zip(self.indices, self._rows, strict=True))[: max(1, _BYTES // row_bytes)]
-        return {
-            record: {path: np.array(leaf[row]) for path, leaf in zip(paths, leaves, strict=True)}
-            for record, row in pairs
-        }
+        row_bytes, others = sum(leaf[:1].nbytes for leaf in leaves) or 1, containers(batch)
+        found: dict[int, Leaves] = {}
+        most = max(_FEWEST, _BYTES // row_bytes)
+        for record, row in itertools.islice(zip(self.indices, self._rows, strict=True), most):
+            values = {path: np.array(leaf[row]) for path, leaf in zip(paths, leaves, strict=True)}
+            has_row = mask is None or mask[row]
+            found[record] = {**values, **others} if has_row else NO_ROW.leaves
+        return found
 
     def read(self, record: int) -> Any:
         """Reads a record by Grain alone, without the fast paths of the pipeline's threads."""
         return self._records[record]
 
-    def alone(self, record: int) -> Row | None:
-        """Reads a record in the calling thread; returns the row, or None if it cannot be read."""
-        try:
-            row = self.read(record)
-            return Row(leaves_of_row(row), _bits(row))
-        except Exception:  # the loop raises this error when it comes to the record
-            return None
+    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row]]:
+        """Reads records in the calling thread, one after the other; yields each with its row.
+
+        A record is left out if another try may succeed after the error of reading it.
+        """
+        for record in records:
+            try:
+                row = Row.of(self.read(record))
+            except Exception as error:
+                if is_transient(error):
+                    continue
+                row = Row.lost(describe_error(error))
+            yield record, row
+
+    def stop(self) -> None:
+        """Ends the reads soon, without waiting. Any thread may call this."""
+        self.is_stopped = True
 
     def name(self, record: int) -> str:
         """Returns the name of a record in messages."""
@@ -232,18 +296,21 @@ class Sample:
             reads: The least number of reads.
             least_s: The least time in seconds in which the reads take place.
         """
-        until = time.perf_counter() + least_s
-        for record in itertools.cycle(alone):
-            if self.is_stopped or (reads <= 0 and time.perf_counter() > until):
-                break
-            again, reads = self.alone(record), reads - 1
-            if again is None:
+        until, left = time.perf_counter() + least_s, reads
+        while True:
+            before = left
+            for record, again in self.alone(alone):
+                if is_lost(again.leaves) != is_lost(alone[record].leaves):
+                    return False
+                found = list(self.differences(record, again.leaves, alone[record]))
+                self.unsteady.update({one.path for one in found})
+                if found:
+                    return False
+                left -= 1
+                if self.is_stopped or (left <= 0 and time.perf_counter() > until):
+                    return True
+            if left == before:  # no record can be read now
                 return False
-            found = list(self.differences(record, again.leaves, alone[record]))
-            self.unsteady.update({one.path for one in found})
-            if found:
-                return False
-        return True
 
     def differences(self, record: int, got: Leaves, alone: Row) -> Iterator[Difference]:
         """Yields the leaves of a record that differ between two readings, without random leaves."""
@@ -254,13 +321,13 @@ class Sample:
         """Reads the records one after the other, for a tenth of a second; returns the rows."""
         read: dict[int, Row] = {}
         until, kept = time.perf_counter() + _ALONE_S, 0
-        for record in self.indices:
-            if (row := self.alone(record)) is not None:
-                read[record] = row
-                kept += sum(leaf.nbytes for leaf in row.leaves.values())
-            if self.is_stopped or time.perf_counter() > until or kept > _BYTES:
+        for record, row in self.alone(self.indices):
+            read[record] = row
+            kept += _num_bytes(row)
+            is_full = kept > _BYTES and len(read) >= _FEWEST
+            if self.is_stopped or is_full or time.perf_counter() > until:
                 break
-        return read
+        return dict(sorted(read.items()))
 
     def together(self, alone: Mapping[int, Row]) -> tuple[Difference | None, int]:
         """Lets four threads read records at the same time, each in an order of its own.
@@ -278,7 +345,7 @@ class Sample:
         """
         found, counts = list[Difference](), [0] * _THREADS
         each = max(2, int(_SHARE * len(alone)))
-        row_bytes = max(sum(x.nbytes for x in row.leaves.values()) for row in alone.values())
+        row_bytes = max(map(_num_bytes, alone.values()))
         num_threads = _THREADS if _THREADS * row_bytes <= _BYTES else 2
         all_started, world = threading.Barrier(num_threads), World()
 
@@ -314,7 +381,7 @@ class Sample:
 
         # Daemon threads, because a read that hangs must not keep the program from ending.
         threads = [
-            threading.Thread(target=read_some, args=(rank,), name=_NAME, daemon=True)
+            threading.Thread(target=read_some, args=(rank,), name=THREAD, daemon=True)
             for rank in range(num_threads)
         ]
         with contextlib.suppress(RuntimeError):  # raised if the system allows no more threads
@@ -347,7 +414,16 @@ def compare(
     Raises:
         ShardingError: A record differs. The message names it, the leaf, and both values.
     """
-    alone = sample.all_alone()
+
+    def read_alone() -> dict[int, Row]:
+        alone = sample.all_alone()
+        if maker.has_threads:  # in one process, a read that fails only once is no sign of a race
+            lost = {record for record, leaves in given.items() if is_lost(leaves)}
+            lost |= {record for record, row in alone.items() if is_lost(row.leaves)}
+            alone = {record: row for record, row in alone.items() if record not in lost}
+        return alone
+
+    alone = read_alone()
     suspect = _other_than_given(sample, given, alone)
     if suspect is None and alone and maker.has_threads:
         suspect, _ = sample.together(alone)
@@ -355,7 +431,7 @@ def compare(
         return None
     for _ in range(_TRIES):
         wait_until_idle()  # from here on, a read by this thread is most likely alone
-        alone = sample.all_alone()
+        alone = read_alone()
         if differs := _other_than_given(sample, given, alone):
             if sample.is_steady(alone, 0, _DOUBT_S) and not sample.is_stopped:
                 raise _error(sample, differs, maker.name, maker)
@@ -406,14 +482,20 @@ def _error(sample: Sample, found: Difference, reader: str, maker: Maker) -> Shar
         f"{reader} got {shown(found.got)} from {sample.name(found.record)}, and one thread that"
         f" reads alone gets {shown(found.alone)}, each time.",
         path=found.path,
-        leaf=describe_leaf(found.got if found.alone is None else found.alone),
+        leaf=next((describe_leaf(x) for x in found[2:] if isinstance(x, np.ndarray)), None),
         remedy=REMEDY_OF_RACES if maker.has_threads else REMEDY_OF_WORLDS,
     )
 
 
-def shown(value: np.ndarray | None) -> str:
+def _num_bytes(row: Row) -> int:
+    return sum(leaf.nbytes for leaf in row.leaves.values() if isinstance(leaf, np.ndarray))
+
+
+def shown(value: np.ndarray | str | None) -> str:
     """Returns the first numbers of an array as text of at most 60 characters."""
     if value is None:
         return "no such leaf"
+    if isinstance(value, str):
+        return value[:_SHOWN_WORDS]
     text = np.array2string(value, threshold=8, edgeitems=2, separator=", ")
     return " ".join(text.split())[:_SHOWN]

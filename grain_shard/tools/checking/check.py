@@ -301,8 +301,7 @@ class _Check:
                 start = steps.start
                 opened = host.open(host.position_at(step=start, record=None) if start else None)
                 opened.batches.close()
-                if opened.reread is not None and opened.reread.maker.has_threads:
-                    yield opened.reread.sample()
+                yield from (one.sample() for one in opened.rereads if one.maker.has_threads)
 
     def _require_threads(self) -> None:
         if not self._samples:

@@ -1,0 +1,99 @@
+"""`FeedSample`: rows of a batch of feeds, which new streams of the same feeds read again."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import grain
+
+from grain_shard.background import Background
+from grain_shard.errors import describe_error
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_reader import FeedTurn
+from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
+from grain_shard.reading.faults import FaultRules, Faults
+from grain_shard.reading.rereads import NO_ROW, THREAD, Row, Sample
+from grain_shard.reading.transient import is_transient
+
+# Most rows of a feed to read again.
+_ROWS = 4
+# The longest wait in seconds for the rows of a feed. A shuffle may read many records before its
+# first row, and a filter that no row passes may read without an end.
+_LONGEST_S = 5.0
+
+
+class FeedSample(Sample):
+    """The first rows of each feed in a batch. An index of the sample is a row of the host's batch.
+
+    Args:
+        ds: The batches of this host.
+        rules: The rules for failed reads.
+        position: The position before the batch.
+    """
+
+    def __init__(self, ds: FeedBatches, rules: FaultRules, position: FeedsPosition):
+        self._places: dict[int, tuple[int, int]] = {}  # by row: the feed, and the row of the feed
+        start = 0
+        for feed, kept in ds.rows.by_feed.items():
+            self._places |= {start + n: (feed, row) for n, row in enumerate(kept[:_ROWS])}
+            start += len(kept)
+        mask_key = None if ds.rows.padding is None else ds.rows.padding.mask_key
+        no_records = grain.MapDataset.range(0)  # because no index of a record is known
+        super().__init__(no_records, list(self._places), list(self._places), mask_key)
+        self._feeds, self._rules, self._position = ds.feeds, rules, position
+        self._stage: Background[list[FeedTurn], list[Any]] | None = None
+
+    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row]]:
+        of_feeds = collections.defaultdict[int, list[int]](list)
+        for record in records:
+            of_feeds[self._places[record][0]].append(record)
+        for feed, wanted in of_feeds.items():
+            places = [(record, self._places[record][1]) for record in sorted(wanted)]
+            try:
+                rows = self._rows_of(feed, 1 + places[-1][1])
+            except StopIteration:
+                return  # stopped, or too late
+            except Exception as error:
+                if not is_transient(error):
+                    yield from ((record, Row.lost(describe_error(error))) for record in wanted)
+                continue
+            for record, row in places:
+                if row < len(rows):
+                    yield record, Row.of(rows[row])
+                elif self._mask_key is not None:  # the batch shows that it has a row there
+                    yield record, NO_ROW
+
+    def _rows_of(self, feed: int, count: int) -> list[Any]:
+        """Reads the first rows of a new stream of a feed.
+
+        Raises:
+            StopIteration: The sample was stopped, or the rows took too long.
+            Exception: The feed raised it.
+        """
+        settings = TurnSettings(self._feeds, count, 1, Faults(self._rules, is_worker=True))
+        turns = FeedTurns(settings, {feed: self._position.feed_states()[feed]})
+        # In a thread of its own, because the feed may never give a row.
+        self._stage = stage = Background(_rows, turns, buffer_size=1, name=THREAD)
+        try:
+            if self.is_stopped or not stage.wait_for(lambda: stage.known().results > 0, _LONGEST_S):
+                raise StopIteration
+            return stage.peek()
+        finally:
+            stage.close()
+
+    def stop(self) -> None:
+        super().stop()
+        if self._stage is not None:
+            self._stage.stop()
+
+    def name(self, record: int) -> str:
+        feed, row = self._places[record]
+        return f"row {row} of feed {feed}"
+
+
+def _rows(turns: list[FeedTurn]) -> list[Any]:
+    (turn,) = turns
+    return turn.rows
