@@ -94,6 +94,8 @@ def shard_to(
             (`MapDataset` only), for example Dask's ``client.get_executor()``, with workers on other
             machines. At most `cpu_buffer_size` batches are submitted at a time. A task whose worker
             was lost is submitted again, up to `retries` times. The executor is not shut down.
+            The source has to be safe for several threads if this is a `ThreadPoolExecutor`, even
+            one of a single thread. If it is not, pass ``num_threads=1`` in place of the executor.
         retries: Number of times that a source is asked again, with growing pauses, after an
             `OSError`, a `TimeoutError` or an exception of a busy bucket. A `Retries` in its place
             adds classes of exceptions. If a ``.map`` raises one of these classes, its record is
