@@ -15,7 +15,7 @@ PACKAGE = ROOT / "grain_shard"
 FLOORS = [
     [
         *("errors", "pace", "digest", "spans", "tasks"),
-        *("host_arrays", "grain_inside", "public_names", "interrupts"),
+        *("host_arrays", "grain_inside", "public_names", "bell"),
     ],
     ["trees", "ordered_results", "pickling", "collectives", "state_json"],
     ["world", "sharding", "sources"],
@@ -38,7 +38,7 @@ WORDS = {
     "digest": "long values, shortened",
     "spans": "who is at work when",
     "tasks": "what threads do",
-    "interrupts": "waits that Ctrl-C spares",
+    "bell": "waits that Ctrl-C spares",
     "host_arrays": "aligned host memory",
     "ordered_results": "the buffer of threads",
     "pickling": "there and back",

@@ -9,8 +9,8 @@ source blocks, and can abort the interpreter at exit. This stage replaces it and
   raising it.
 * No thread outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
   the threads. A thread that is inside the user's code ends when that code returns.
-* An interrupt (Ctrl-C) of the consumer loses no result and leaves no lock held. The consumer can
-  ask again.
+* An interrupt (Ctrl-C) of the consumer leaves no lock held. The consumer then closes the stage, and
+  opens another one where it stands.
 * Errors of closing are reported. ``close`` raises the first one, after everything else has been
   closed. If ``close`` is never called, or has stopped waiting, the error is logged.
 
@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from grain_shard.interrupts import Bell
+from grain_shard.bell import Bell
 from grain_shard.ordered_results import OrderedResults
 from grain_shard.pace import Pace
 from grain_shard.spans import ROOM, span
@@ -88,41 +88,56 @@ class TaskStage(OrderedResults[T]):
         self._is_over = False  # True once no more tasks will be drawn
         self._to_close = [tasks]  # empty once the tasks are closed
         self._close_errors: list[BaseException] = []
+        self._to_start = [0]  # the rank of the first thread; empty once that thread is started
         # True once close() will not raise any more, so that errors of closing are logged.
         self._nobody_closes = False
 
     def start(self) -> None:
-        """Starts the background threads; a second call does nothing."""
-        if not self.threads and not self._is_over:
-            self._start_more()
+        """Starts the first thread, which starts the others; a second call does nothing."""
+        if self._is_over:
+            return
+        try:
+            rank = self._to_start.pop()
+        except IndexError:  # another call has started the thread
+            return
+        _stages.add(self)
+        # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit hook
+        # that was registered last runs first. So `_end_all` is registered again, to end the threads
+        # before the other hooks run.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        try:
+            self._start_thread(rank)
+        except RuntimeError:  # raised if the system allows no more threads
+            self._to_start.append(rank)
+            raise
+
+    def _start_thread(self, rank: int) -> None:
+        name = f"{self._name}-{rank}"
+        thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
+        # Before the start: if an interrupt cuts the start short, `close` knows of the thread.
+        self.threads.append(thread)
+        self._running += 1
+        try:
+            thread.start()
+        except RuntimeError:
+            self.threads.pop()
+            self._running -= 1
+            raise
 
     def _start_more(self) -> None:
         """Starts one more thread, if the pace asks for more threads than were started.
 
-        Each new thread calls this again. So the first threads already work while others start.
+        Each new thread calls this. So the first threads already work while others start.
         """
         with self._lock:
             rank = len(self.threads)
             if rank >= self._pace.threads or self._is_over:
                 return
-            name = f"{self._name}-{rank}"
-            thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
             try:
-                thread.start()
+                self._start_thread(rank)
             except RuntimeError:  # raised if the system allows no more threads
-                if not rank:
-                    raise
                 self._pace.limit(rank)
-                return
-            self.threads.append(thread)
-            self._running += 1
-        if not rank:
-            _stages.add(self)
-            # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit
-            # hook that was registered last runs first. So `_end_all` is registered again, to end
-            # the threads before the other hooks run.
-            atexit.unregister(_end_all)
-            atexit.register(_end_all)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
         """Waits for an event that is not the next result. Any thread may call this.
@@ -199,7 +214,7 @@ class TaskStage(OrderedResults[T]):
         self._is_over = True
         super().stop()
         self._tasks.stop()
-        if not self.threads:
+        if all(thread.ident is None for thread in self.threads):  # no thread was started
             self._close_tasks()
 
     def close(self) -> None:

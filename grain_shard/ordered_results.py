@@ -8,25 +8,29 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from grain_shard.interrupts import Bell
-from grain_shard.tasks import Known, Raised, Results
+from grain_shard.bell import Bell
+from grain_shard.tasks import Known, Producer, Raised
 
 T = TypeVar("T")
 
 
-class OrderedResults(Results[T]):
+class OrderedResults(Producer[T]):
     """Results that several threads make in any order, and that one consumer takes in order.
 
     Only the threads that make results take the lock. The consumer takes no lock, because an
     interrupt (Ctrl-C) could leave it locked. The thread that stops the results takes no lock,
-    either. Each change that is made without the lock is atomic or may be repeated.
+    either. Each change that is made without the lock is atomic. An interrupted consumer closes the
+    results and takes no more of them, because a result may be lost between two instructions.
 
     Args:
         size: Most results that wait or are unfinished.
+
+    Attributes:
+        taken: Number of results taken; only the consumer changes it.
     """
 
     def __init__(self, size: int):
-        self._size = size
+        self._size, self.taken = size, 0
         self._lock = threading.Lock()
         # There are several bells, so that an event wakes only the threads that wait for it.
         # Rung when the next result or its error is ready, and when the results are stopped.
@@ -39,18 +43,13 @@ class OrderedResults(Results[T]):
         self._results: dict[int, T | Raised] = {}  # by number
         self._begun = 0  # number of results that tasks have begun
         self._ready = 0  # number of results before the first missing one, taken ones included
-        self._taken = 0  # number of results taken; only the consumer changes it
         self._final: Raised | None = None  # the error or the end after the ready results
         self._is_stopped = False
 
     @property
-    def taken(self) -> int:
-        return self._taken
-
-    @property
     def room(self) -> int:
         """Number of results that tasks may begin now, until the buffer is full."""
-        return self._size - (self._begun - self._taken)
+        return self._size - (self._begun - self.taken)
 
     @abstractmethod
     def _wait(self, bell: Bell, has_come: Callable[[], bool]) -> bool | None:
@@ -65,27 +64,20 @@ class OrderedResults(Results[T]):
         """
 
     def _next_has_come(self) -> bool:
-        return self._taken < self._ready or self._final is not None
+        return self.taken < self._ready or self._final is not None
 
-    def peek(self) -> T:
+    def __next__(self) -> T:
         if not self._wait(self._result_came, self._next_has_come):
             raise StopIteration
-        if self._taken < self._ready:
-            try:
-                return cast(T, self._results[self._taken])
-            except KeyError:  # raised if `stop` has cleared the results
-                raise StopIteration from None
-        return cast(Raised, self._final).throw()
-
-    def release(self, taken: int) -> None:
-        # `_taken` is set first. If an interrupt comes before all results are dropped, the next call
-        # drops the remaining ones. In the other order, `peek` would look for a dropped result, and
-        # report the end.
-        self._taken = max(self._taken, taken)
-        for number in list(self._results):
-            if number < taken:
-                self._results.pop(number, None)
+        if self.taken >= self._ready:
+            cast(Raised, self._final).throw()
+        try:
+            result = cast(T, self._results.pop(self.taken))
+        except KeyError:  # raised if `stop` has cleared the results
+            raise StopIteration from None
+        self.taken += 1
         self._room_came.ring()
+        return result
 
     def known(self) -> Known:
         """Returns the number of results that are ready, and the error or end that follows them."""

@@ -38,37 +38,6 @@ class Producer(Iterator[T]):
         """
 
 
-class Results(Producer[T]):
-    """A producer that keeps its next item until the consumer confirms that it has the item.
-
-    So a consumer that is interrupted before it confirms gets the same item again.
-    """
-
-    @property
-    @abstractmethod
-    def taken(self) -> int:
-        """Number of items that the consumer has confirmed."""
-
-    @abstractmethod
-    def peek(self) -> T:
-        """Waits for the next item and returns it. A further call returns the same item again."""
-
-    @abstractmethod
-    def release(self, taken: int) -> None:
-        """Confirms that the consumer has some items, which are then forgotten.
-
-        A second call with the same number does nothing.
-
-        Args:
-            taken: Number of items that the consumer has, counted from the first item.
-        """
-
-    def __next__(self) -> T:
-        item = self.peek()
-        self.release(self.taken + 1)
-        return item
-
-
 class Items(Producer[T]):
     """An ordinary iterator as a producer. It has no threads or processes to end."""
 

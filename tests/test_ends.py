@@ -1,6 +1,5 @@
 """The ends of streams and of exchanges, as far as one process shows them."""
 
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background, TaskStage
+from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.ends import AgreedEnd, decide
 from grain_shard.iteration.placing import Placing
@@ -153,63 +152,6 @@ def test_few_questions_are_asked_where_the_buffers_are_full():
         eventually(lambda: batches._read.known().results >= batches._votes.handed_out + 8)
     assert batches._votes.number <= 48 / 4 + 2
     batches.close()
-
-
-class Interrupted(BaseException):
-    """As Ctrl-C."""
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=2, max_size=3),
-    interrupts=st.sets(st.integers(0, 12)),
-    remainder=st.sampled_from(["pad", "drop"]),
-)
-def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrupts, remainder):
-    """Host 0 is interrupted before or after some of its waits, and asks for the batch again."""
-    places = itertools.count()
-
-    def interrupt():
-        if threading.get_ident() in interrupted_threads and next(places) in interrupts:
-            raise Interrupted
-
-    def interrupted(wait):
-        def waits(*args):
-            interrupt()
-            result = wait(*args)
-            interrupt()
-            return result
-
-        return waits
-
-    def handed_out_with_interrupts(batches, host):
-        if host == 0:
-            interrupted_threads.append(threading.get_ident())
-        result = []
-        while True:
-            try:
-                result.append(next(batches))
-            except Interrupted:
-                continue
-            except StopIteration:
-                batches.close()
-                return result
-
-    store, interrupted_threads = KeyValues(), []
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
-        for name in ("wait_for", "peek"):
-            patch.setattr(TaskStage, name, interrupted(getattr(TaskStage, name)))
-        futures = [
-            threads.submit(
-                handed_out_with_interrupts,
-                agreed(Host(*range(length)), store.rounds(host, len(lengths)), remainder=remainder),
-                host,
-            )
-            for host, length in enumerate(lengths)
-        ]
-        results = [future.result(timeout=60) for future in futures]
-    expected = max(lengths) if remainder == "pad" else min(lengths)
-    assert [len(result) for result in results] == [expected] * len(lengths)
 
 
 def test_verdicts_that_all_have_read_are_forgotten():

@@ -1,6 +1,8 @@
-"""An interrupt at any line of the main thread's way through the package, and the loop goes on."""
+"""An interrupt at any line of the main thread's way through the package, and the loop goes on.
 
-import contextlib
+On one of several hosts it is an error on all.
+"""
+
 import gc
 import itertools
 import sys
@@ -13,9 +15,7 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.background import Background
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.tasks import Items
 from tests.conftest import assert_ended, background_threads, data_mesh, numbered
 from tests.on_hosts import own_rows
 from tests.pipelines import feeds_of
@@ -106,12 +106,14 @@ def expected_of(ds):
 
 
 def interrupted_walk(ds, expected, line):
-    """A walk with an interrupt at a line; which it was."""
+    """A walk with an interrupt at a line, which leaves no thread; which it was."""
+    others = background_threads()
     with Interrupt(line) as interrupt:
         try:
             walk(ds, expected)
         except BaseException as error:
             raise AssertionError(f"line {line} of the walk: {interrupt.where}") from error
+    assert_ended(background_threads() - others)
     return interrupt
 
 
@@ -156,37 +158,57 @@ def test_threads_end_although_an_interrupt_cuts_the_iterators_own_end(kind, monk
     assert_ended(threads)
 
 
-@pytest.mark.parametrize("line", range(1, 10))
-def test_an_interrupt_while_a_result_is_released_loses_no_result(line):
-    items = Items(iter(range(4)))
-    results = Background(lambda item: item, items, buffer_size=3, name="grain-shard-one")
-    try:
-        for number in range(4):
-            assert results.peek() == results.taken == number
-            with contextlib.suppress(KeyboardInterrupt), Interrupt(line):
-                results.release(number + 1)
-            results.release(results.taken)  # as before each wait for the votes of other hosts
-            if results.taken == number:
-                assert results.peek() == number
-                results.release(number + 1)
-        with pytest.raises(StopIteration):
-            results.peek()
-    finally:
-        results.close()
+def test_an_interrupted_stream_without_a_state_says_that_it_cannot_go_on():
+    def make_batches():
+        for i in range(4):
+            yield {"id": np.arange(8) + 8 * i}
+
+    iterator = iter(grain_shard.from_iterable(make_batches).shard_to(data_mesh(2)))
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt), Interrupt(30):  # a line of the wait for the batch
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(grain_shard.StateError, match="generator has no state") as error:
+            next(iterator)
+    assert "an interrupt" in error.value.__notes__[0]
+    iterator.reset()
+    assert own_rows(next(iterator)) == {i: i for i in range(8)}
 
 
-def walks_of_every_kind():
-    """On a host: walks, in each of which the second host is interrupted at a later line."""
-    for kind in KINDS.values():
-        ds = kind(jax.make_mesh((4,), ("data",)))
-        expected = expected_of(ds)
-        for line in range(1, 3000, 37):
-            interrupted_walk(ds, expected, line if jax.process_index() else -1)
-    return "gone on"
+ENDLESS = {
+    "random access": lambda mesh: numbered(20, 8).repeat().shard_to(mesh),
+    "a stream": lambda mesh: grain.experimental.RepeatIterDataset(stream()).shard_to(
+        mesh, rows="global"
+    ),
+    "feeds": lambda mesh: feeds_of(
+        lambda feed, i: {"id": np.int32(10 * feed + i % 5)}, 4, 8, length=10**6
+    ).shard_to(mesh),
+}
+
+
+def what_they_raise():
+    """On a host: what the loop gets after an interrupt on host 1, and then from a saved state."""
+    found = []
+    for kind, line in itertools.product(ENDLESS.values(), (40, 90)):
+        with iter(kind(jax.make_mesh((4,), ("data",)))) as iterator:
+            next(iterator)
+            state = iterator.get_state()
+            if jax.process_index() == 1:
+                with pytest.raises(KeyboardInterrupt), Interrupt(line):
+                    for _ in iterator:
+                        pass
+            with pytest.raises(grain_shard.AgreementError) as error:
+                for _ in iterator:
+                    pass
+            iterator.set_state(state)
+            found.append((str(error.value).split("\n")[0], own_rows(next(iterator))))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_if_one_of_two_hosts_is_interrupted_both_go_on():
-    found = rehearse.run(walks_of_every_kind, hosts=2, devices_per_host=2, timeout_s=300)
-    assert found == ["gone on"] * 2
+def test_an_interrupt_on_one_of_two_hosts_is_an_error_on_both():
+    first, second = rehearse.run(what_they_raise, hosts=2, devices_per_host=2, timeout_s=100)
+    for (here, rows), (there, other_rows) in zip(first, second, strict=True):
+        assert "host 1 failed" in here
+        assert there.startswith("KeyboardInterrupt interrupted a call of next on this host, host 1")
+        assert len(rows | other_rows) == 8

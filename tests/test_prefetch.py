@@ -56,7 +56,7 @@ def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about()
             done.set()
 
     with contextlib.closing(stage(work, buffer_size=3, num_threads=3)) as background:
-        background.peek()
+        next(background)
         eventually(lambda: background.known().end is not None)
         assert background.wait_for(done.is_set, 0) is None
         go_on.set()

@@ -25,7 +25,7 @@ from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Producer, Raised, Results
+from grain_shard.tasks import Known, Producer
 
 T = TypeVar("T")
 
@@ -185,11 +185,8 @@ class _Votes(Producer[int]):
         self._stopped = True
 
 
-class AgreedEnd(Results[T]):
+class AgreedEnd(Producer[T]):
     """Hands out global batches up to the end on which all hosts agree.
-
-    A call of ``next`` may be interrupted at any point, for example by Ctrl-C. The next call then
-    goes on, and no vote is lost, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.
@@ -216,7 +213,6 @@ class AgreedEnd(Results[T]):
         self._placed, self._read, self._padding = placed, read, padding
         self._counter, self._votes = counter(), _Votes(read, rounds, decider)
         self._agreed = 0
-        self._final: Raised | None = None
         self._voting = Background(
             lambda agreed: agreed, self._votes, buffer_size=2, name="grain-shard-agreement"
         )
@@ -230,23 +226,16 @@ class AgreedEnd(Results[T]):
     def taken(self) -> int:
         return self._votes.handed_out
 
-    def peek(self) -> T:
-        if self._final is not None:
-            self._final.throw()
+    def __next__(self) -> T:
         if self._agreed <= self.taken:
             self._wait_for_verdict()
         known, taken = self._read.known(), self.taken
         if known.results > taken or not isinstance(known.end, StopIteration):
-            return self._placed.peek()
-        try:
-            return self._padding(taken - known.results)
-        except Exception as error:
-            self._final = Raised(error, error.__traceback__)
-            raise
-
-    def release(self, taken: int) -> None:
-        self._votes.handed_out = taken
-        self._placed.release(min(taken, self._read.known().results))
+            batch = next(self._placed)
+        else:
+            batch = self._padding(taken - known.results)
+        self._votes.handed_out += 1
+        return batch
 
     def _wait_for_verdict(self) -> None:
         """Waits until all hosts have agreed to hand out the next batch.
@@ -258,8 +247,6 @@ class AgreedEnd(Results[T]):
         """
         taken = self.taken
         self.start()
-        # An interrupt may have cut short the `release` of the last call. This completes it.
-        self._voting.release(self._voting.taken)
 
         def need_not_wait() -> bool:
             # The votes may end before this host has a batch, if the other hosts stopped waiting.
@@ -272,9 +259,7 @@ class AgreedEnd(Results[T]):
             # From here on this host waits only for the votes of other hosts.
             with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:
-                    # First peek and then release, so that an interrupt loses no verdict.
-                    self._agreed = self._voting.peek()
-                    self._voting.release(self._voting.taken + 1)
+                    self._agreed = next(self._voting)
         finally:
             self._votes.loop_waits(False)
 

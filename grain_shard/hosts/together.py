@@ -17,8 +17,6 @@ from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, comp
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 from grain_shard.hosts.series import Series
-from grain_shard.interrupts import Uninterrupted
-from grain_shard.tasks import Raised
 
 T = TypeVar("T")
 
@@ -57,9 +55,6 @@ class AcrossHosts:
 class Together:
     """The connection of an iterator to the same iterator on other hosts, if there are any.
 
-    An interrupt of the training loop does not stop a comparison half-way, because another thread
-    does it (`Uninterrupted`).
-
     Args:
         across: The hosts of the iterator; None if it runs on this host alone. Then most methods do
             nothing.
@@ -71,8 +66,7 @@ class Together:
         self._across, self._first, self._total = across, first, total
         self._rounds = across and Rounds(across.hosts, across.timeout_s, across.series)
         self._alarm: Alarm | None = None
-        self._comparing: Uninterrupted | None = None
-        self._agreed: str | Raised = ""
+        self._agreed: str | None = None
         self._saves = 0
         self._is_closed = False
 
@@ -133,7 +127,7 @@ class Together:
     ) -> str:
         """Compares the pipeline with other hosts' pipelines, and its records with a restored state.
 
-        Only the first call compares. A later call returns the same result or raises the same error.
+        Only the first call compares. A later call returns the same result.
 
         Args:
             fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
@@ -151,29 +145,23 @@ class Together:
             StateError: The restored state was saved with other records.
             StopIteration: The iterator was closed during the comparison.
         """
-        if self._comparing is None:
-            answer = self._answer(fields, digest)
+        if self._agreed is None:
             if self._alarm is not None:
                 self._alarm.compares = True
-            self._comparing = Uninterrupted(lambda: self._compare(answer, is_steady))
-        self._comparing()
-        if isinstance(self._agreed, Raised):
-            self._agreed.throw()
-        if self._alarm is not None:
-            self._alarm.is_agreed = True
+            self._agreed = self._compare(self._answer(fields, digest), is_steady)
+            if self._alarm is not None:
+                self._alarm.is_agreed = True
         return self._agreed
 
-    def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> None:
-        try:
-            verdict = self._verdict(_START, answer, compare)
-            if verdict is None:  # the iterator was closed
-                self._agreed = Raised(StopIteration(), None)
-            elif "doubt" not in verdict:
-                self._agreed = verdict.get(CONTENTS, "")
-            elif self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
-                raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
-        except BaseException as error:
-            self._agreed = Raised.of(error)
+    def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
+        verdict = self._verdict(_START, answer, compare)
+        if verdict is None:  # the iterator was closed
+            raise StopIteration
+        if "doubt" not in verdict:
+            return verdict.get(CONTENTS, "")
+        if self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
+            raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
+        return ""
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         if self._across is None:
@@ -214,9 +202,9 @@ class Together:
             AgreementError: A host is at another batch, or has failed.
             HostTimeoutError: A host did not save.
         """
-        if self._rounds is None or self._alarm is None or self._comparing is None or not fields:
-            return
         alarm = self._alarm
+        if self._rounds is None or alarm is None or not alarm.compares or not fields:
+            return
         self._rounds.put(_SAVE.format(save), fields)
         self._rounds.verdict(
             _SAVE.format(save),
@@ -244,8 +232,6 @@ class Together:
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
 
-        They are not told of a KeyboardInterrupt.
-
         Args:
             error: The error.
 
@@ -258,11 +244,32 @@ class Together:
         alarm.raise_failure()  # raises if another host failed before, which stopped this iterator
         if isinstance(error, AgreementError) or rounds.has_failed:
             alarm.others_know()  # the other hosts have this error already, or cannot be told
-        elif not isinstance(error, KeyboardInterrupt):
-            if self._comparing is None:
-                rounds.fail(_START, describe_error(error))
-            else:
-                alarm.sound(error)
+            return
+        if self._agreed is None:
+            rounds.fail(_START, describe_error(error))
+        if alarm.compares:
+            alarm.sound(error)
+
+    def interrupted(self, error: BaseException) -> AgreementError | None:
+        """Tells the other hosts that an interrupt ended a call of ``next``, such as Ctrl-C.
+
+        Args:
+            error: The interrupt.
+
+        Returns:
+            The error that ``next`` of this host raises from now on; None if no other host knows of
+            the iterator, so that it may go on.
+        """
+        alarm, rounds = self._alarm, self._rounds
+        if alarm is None or rounds is None:
+            return None
+        self.failed(error)
+        return AgreementError(
+            f"{type(error).__name__} interrupted a call of next on this host, host {rounds.host}."
+            " So all hosts stop.\n"
+            "  remedy: call set_state with the same state on all hosts, or start again from the"
+            " last checkpoint."
+        )
 
     def ended(self, fields: Mapping[str, Any]) -> None:
         """Notes that the training loop has got all batches.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from grain_shard.iteration.host_batches import Position
-from grain_shard.iteration.iterator import Run, ShardedIterator
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.trees import Batch
 
@@ -44,10 +44,10 @@ class Epochs(ShardedIterator):
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The run and the number of the epoch that was handed out last. A reference to its
-        # `EpochBatches` would make a cycle: then only the garbage collector would end the threads
-        # of an abandoned iterator.
-        self._last: tuple[Run, int] | None = None
+        # The number of moves (see `Cursor`) before the epoch that was handed out last, and the
+        # number of that epoch. A reference to its `EpochBatches` would make a cycle: then only the
+        # garbage collector would end the threads of an abandoned iterator.
+        self._last: tuple[int, int] | None = None
         self._num_epochs, self._has_ended = num_epochs, False
         super().__init__(host, **how)
 
@@ -78,11 +78,11 @@ class Epochs(ShardedIterator):
                 # No batch is left. This call tells the other hosts, and raises StopIteration.
                 super().__next__()
             except StopIteration:
-                self._last, self._has_ended = (self._at.run, epoch), True
+                self._last, self._has_ended = (self._at.moves, epoch), True
                 raise
-        batches = EpochBatches(self, self._at.run, epoch, left)
+        batches = EpochBatches(self, self._at.moves, epoch, left)
         try:
-            self._last = self._at.run, epoch
+            self._last = self._at.moves, epoch
             return batches
         except BaseException:  # an interrupt before the return: the epoch was not handed out
             self._last = last
@@ -103,7 +103,7 @@ class Epochs(ShardedIterator):
         it is the remainder of that epoch.
         """
         host, position = self._batches, self.position
-        if self._last == (self._at.run, host.pass_of(position)[0]):
+        if self._last == (self._at.moves, host.pass_of(position)[0]):
             position = host.next_pass(position)
         return position, host.pass_of(position)[1]
 
@@ -125,19 +125,19 @@ class Epochs(ShardedIterator):
         Args:
             epoch: Number of an epoch that was handed out.
         """
-        return self._last is not None and self._last[0] is self._at.run and self._last[1] != epoch
+        moves, last = self._last or (None, epoch)
+        return moves == self._at.moves and last != epoch
 
-    def left(self, run: Run, stop: int) -> int:
+    def left(self, moves: int, stop: int) -> int:
         """Returns the number of batches from the current position to the end of an epoch.
 
-        The result is 0 if the iterator has gone to another position since the epoch was handed
-        out, because it then has another run.
+        The result is 0 if the iterator has gone to another position since the epoch was handed out.
 
         Args:
-            run: The run of the iterator when the epoch was handed out; see `Run`.
+            moves: The number of moves when the epoch was handed out; see `Cursor`.
             stop: Number of batches before the end of the epoch, from the beginning of the pipeline.
         """
-        return max(0, stop - self.position.step) if run is self._at.run else 0
+        return max(0, stop - self.position.step) if moves == self._at.moves else 0
 
     next_batch = ShardedIterator.__next__
 
@@ -150,10 +150,10 @@ class EpochBatches(Iterator[Batch]):
             `enumerate` would count from 0 again.
     """
 
-    def __init__(self, epochs: Epochs, run: Run, epoch: int, num_batches: int):
+    def __init__(self, epochs: Epochs, moves: int, epoch: int, num_batches: int):
         self._epochs = epochs
         self.epoch: int = epoch
-        self._run, self._num_batches = run, num_batches
+        self._moves, self._num_batches = moves, num_batches
         self._stop, self._is_new = epochs.position.step + num_batches, True
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class EpochBatches(Iterator[Batch]):
         return self._num_batches
 
     def __repr__(self) -> str:
-        left = self._epochs.left(self._run, self._stop)
+        left = self._epochs.left(self._moves, self._stop)
         return f"<EpochBatches: epoch {self.epoch}, {left} of {self._num_batches} batches left>"
 
     def __iter__(self) -> EpochBatches:
@@ -183,7 +183,7 @@ class EpochBatches(Iterator[Batch]):
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
 
     def __next__(self) -> Batch:
-        if not self._epochs.left(self._run, self._stop):
+        if not self._epochs.left(self._moves, self._stop):
             raise StopIteration
         self._is_new = False
         return self._epochs.next_batch()

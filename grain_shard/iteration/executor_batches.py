@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from absl import logging
 
+from grain_shard.bell import Bell
 from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
-from grain_shard.interrupts import Bell
 from grain_shard.pickling import key_of, pickled, pickled_back, returned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults

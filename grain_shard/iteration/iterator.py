@@ -22,17 +22,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, NoReturn, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import grain
 
 from grain_shard.background import Background, TaskStage
-from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.errors import GrainShardError, ShardingError, describe_mesh
 from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts, Together
-from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
@@ -42,59 +42,50 @@ from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import log_unclosed
+from grain_shard.tasks import Raised, log_unclosed
 from grain_shard.trees import Batch
 from grain_shard.world import World
 
 
+@dataclass(eq=False)
 class Run:
     """The background work that makes the batches after one position of an iterator.
 
     An iterator that goes to another position closes its run and opens another run there.
 
-    Args:
+    Attributes:
         batches: This host's batches, in host memory.
         placed: The global batches on the devices, made of `batches`.
         stage: The batches of `placed` up to the end that all hosts agree on.
         together: The connection to the same iterator on other hosts.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
-
-    Attributes:
-        first_digest: The argument `first_digest`.
-        batches: The argument `batches`.
-        placed: The argument `placed`.
-        stage: The argument `stage`.
-        together: The argument `together`.
         has_compared: True once the hosts have compared their pipelines, and the contents of the
             source were compared with the restored state.
-        start: Starts the background threads; a second call does nothing.
-        close: Stops the background threads and waits for them; a second call does nothing.
+        end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
     """
 
-    def __init__(
-        self,
-        batches: TaskStage[Any],
-        placed: TaskStage[Placed],
-        stage: TaskStage[Placed] | AgreedEnd[Placed],
-        together: Together,
-        first_digest: Callable[[], str],
-    ):
-        def start() -> None:
-            together.start(stage)
-            stage.start()
+    batches: TaskStage[Any]
+    placed: TaskStage[Placed]
+    stage: TaskStage[Placed] | AgreedEnd[Placed]
+    together: Together
+    first_digest: Callable[[], str]
+    has_compared: bool = False
+    end: Raised | None = None
 
-        def close() -> None:
-            together.close()
-            stage.close()
+    def start(self) -> None:
+        """Starts the background threads; a second call does nothing."""
+        self.together.start(self.stage)
+        self.stage.start()
 
-        self.first_digest: Callable[[], str] = first_digest
-        self.batches: TaskStage[Any] = batches
-        self.placed: TaskStage[Placed] = placed
-        self.stage: TaskStage[Placed] | AgreedEnd[Placed] = stage
-        self.together: Together = together
-        self.has_compared: bool = False
-        self.start: Uninterrupted = Uninterrupted(start)
-        self.close: Uninterrupted = Uninterrupted(close)
+    def close(self) -> None:
+        """Stops the background threads and waits for them. An interrupted call may be repeated."""
+        self.together.close()
+        self.stage.close()
+
+    def repeats(self, error: BaseException) -> bool:
+        """Returns True if an error is that of the background threads, which ``stage`` repeats."""
+        ends = self.batches.known().end, self.placed.known().end
+        return isinstance(error, StopIteration) or any(error is end for end in ends)
 
     def let_go(self) -> None:
         """Stops the background threads without waiting for them.
@@ -110,22 +101,22 @@ class Run:
 
 
 class Cursor(NamedTuple):
-    """The run of an iterator and its position in the run, as one value.
+    """Where an iterator stands, as one value.
 
     One assignment replaces the whole value. So an interrupt never leaves half of a change.
 
     Attributes:
         run: The run whose batches the iterator hands out.
         position: The position after the last batch that was handed out.
-        taken: Number of batches of the run that were handed out.
-        pending: The next batch, if the background threads have passed it on, and ``next`` has not
-            returned it yet; None otherwise.
+        moves: Number of times that the user has sent the iterator to another position.
+        is_broken: True if an interrupt came while the run was used. The run is then of no more use:
+            a batch may be missing. The next call closes it and opens another one at `position`.
     """
 
     run: Run
     position: Position
-    taken: int = 0
-    pending: Placed | None = None
+    moves: int = 0
+    is_broken: bool = False
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
@@ -177,20 +168,20 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._dropped = across, dropped
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._world = World()
-            self._at = self._open(None)
+            self._world, self._saved_digest = World(), ""
+            self._at = self._open(None, 0)
 
     def __repr__(self) -> str:
         axes = describe_mesh(self._placer.mesh_axes)  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
-        begun = "under way" if self._at.run.start.is_begun else "not begun"
+        begun = "under way" if self._at.run.placed.threads else "not begun"
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
-    def _open(self, position: Position | None) -> Cursor:
+    def _open(self, position: Position | None, moves: int) -> Cursor:
         host, meter = self._host, self._meter
         opened = host.open(position)
-        batches, self._saved_digest = opened.batches, ""
+        batches = opened.batches
         first = host.next_batch(opened.position).get("next batch", 0)
         together = Together(self._across, first, host.num_batches())
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
@@ -210,25 +201,37 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             )
         meter.opens(opened.reads, opened.faults)
         run = Run(batches, placed, stage, together, opened.first_digest)
-        return Cursor(run, opened.position)
+        return Cursor(run, opened.position, moves)
 
     def __next__(self) -> Batch:
         self.start_prefetch()
         at = self._at
-        at.run.together.asks()
-        if at.pending is None:
-            at = self._at = Cursor(at.run, at.position, at.taken, self._next_placed(at))
-        if self._reshard is not None:
-            self._reshard.forget()
-        batch, position, size = cast(Placed, at.pending)
-        at.run.stage.release(at.taken + 1)
-        self._meter.handed_out(size)
         try:
-            self._at = Cursor(at.run, position, at.taken + 1)
+            if at.run.end is not None:
+                at.run.end.throw()
+            batch, position, size = self._next_placed(at)
+            self._meter.handed_out(size)
+            # The batch counts as handed out by this assignment, which is atomic.
+            self._at = Cursor(at.run, position, at.moves)
             return batch
-        except BaseException:  # an interrupt before the return: the batch was not handed out
-            self._at = at
+        except BaseException as error:
+            self._at = at  # an interrupt may have come after the assignment
+            if not at.run.repeats(error):
+                self._end_or_break(at, error)
             raise
+
+    def _end_or_break(self, at: Cursor, error: BaseException) -> None:
+        """Decides what follows an error in the thread of the training loop.
+
+        An error of this package stays. Any other error is an interrupt, after which a batch of the
+        run may be missing.
+        """
+        if isinstance(error, GrainShardError | RuntimeError):  # also that of a forked process
+            at.run.end = at.run.end or Raised(error, error.__traceback__)
+        elif (failure := at.run.together.interrupted(error)) is not None:
+            at.run.end = Raised(failure, None)
+        else:
+            self._at = at._replace(is_broken=True)
 
     def _compare(self, at: Cursor) -> None:
         """Compares the pipeline with the pipelines of other hosts and with the restored state.
@@ -267,9 +270,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             BaseException: The error of the pipeline, or of another host.
         """
         together = at.run.together
+        together.asks()
         with self._meter:
             try:
-                placed = at.run.stage.peek()
+                placed = next(at.run.stage)
             except StopIteration:
                 placed = None
             except ShardingError as error:
@@ -407,7 +411,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._dropped = None
-        self._open_anew(position)
+        self._open_anew(position, self._at.moves + 1)
+        self._saved_digest = ""
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -421,13 +426,26 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._host.require_new_pass()
         self.go_to(None)
 
-    def _open_anew(self, position: Position | None) -> None:
-        run = self._at.run
+    def _reopen(self) -> None:
+        """Goes on at the present position with another run, after an interrupt."""
         try:
-            run.close()  # before the next run opens, which may read from the same source
-        finally:  # the next run opens even if closing the old run raised an error
-            if run.close.is_over:
-                self._at = self._world.run(self._open, position)
+            self._open_anew(self._at.position, self._at.moves)
+        except GrainShardError as error:
+            error.add_note(
+                "grain_shard: an interrupt ended the last call of next, which may have lost a batch"
+                " of the stream. So the stream has to go back to its position, and cannot."
+            )
+            raise
+
+    def _open_anew(self, position: Position | None, moves: int) -> None:
+        at = self._at
+        self._at = at._replace(is_broken=True)
+        try:
+            at.run.close()  # before the next run opens, which may read from the same source
+        except Exception:  # of the user's own close: the next run opens all the same
+            self._at = self._world.run(self._open, position, moves)
+            raise
+        self._at = self._world.run(self._open, position, moves)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Writes the state in the background, for Orbax's v1 API.
@@ -474,10 +492,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         A second call does nothing.
         """
         self._require_open()
-        # This is True if `_open_anew` was interrupted, or if its position was refused.
-        if self._at.run.close.is_begun:
-            self._open_anew(self._at.position)
-        self._at.run.start()
+        if self._at.is_broken:
+            self._reopen()
+        at = self._at
+        try:
+            at.run.start()
+        except BaseException:
+            self._at = at._replace(is_broken=True)
+            raise
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing.
@@ -519,4 +541,4 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if (at := getattr(self, "_at", None)) is not None:
             at.run.let_go()
             if self._dropped is not None:
-                self._dropped.append(at.taken)
+                self._dropped.append(at.run.stage.taken)

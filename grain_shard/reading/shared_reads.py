@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from grain_shard.background import TaskStage
+from grain_shard.bell import Bell
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route, route
-from grain_shard.interrupts import Bell
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time

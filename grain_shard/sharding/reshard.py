@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -29,9 +28,6 @@ class Resharder:
         self._mesh = cast(Mesh, shardings.named()[0].mesh)
         self._move: Any = None
         self._last: jax.Array | None = None
-        # The last batch, and its arrays after the move. An interrupt may end a call after the move.
-        # The next call must not repeat the move, because the other hosts do not repeat it.
-        self._moved: tuple[Batch, Sequence[jax.Array]] | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the same global batch in the training step's shardings. Text is unchanged.
@@ -46,21 +42,14 @@ class Resharder:
                 check_fits(path, leaf.dtype, sharding, leaf.shape)
             of_arrays = tuple(filter(None, shardings))  # the sharding of a text leaf is None
             self._move = jax.jit(lambda *arrays: arrays, out_shardings=of_arrays)
-        if self._moved is None or self._moved[0] is not batch:
-            arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-            # The mesh of the loop may have other devices, and JAX would then refuse the move.
-            with jax.set_mesh(self._mesh):
-                self._moved = batch, self._move(*arrays)
-        moved = self._moved[1]
+        # The mesh of the loop may have other devices, and JAX would then refuse the move.
+        with jax.set_mesh(self._mesh):
+            moved = self._move(*(leaf for leaf in leaves if isinstance(leaf, jax.Array)))
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
             [next(arrays) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         )
-
-    def forget(self) -> None:
-        """Frees the arrays of the last batch, which must not be passed to `__call__` again."""
-        self._moved = None
 
     def wait(self) -> None:
         """Waits until this host's part of the last move is done.
