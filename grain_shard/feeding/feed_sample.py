@@ -80,7 +80,7 @@ class FeedSample(Sample):
         try:
             if self.is_stopped or not stage.wait_for(lambda: stage.known().results > 0, _LONGEST_S):
                 raise StopIteration
-            return stage.peek()
+            return next(stage)
         finally:
             stage.close()
 
