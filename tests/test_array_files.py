@@ -173,15 +173,42 @@ def in_hdf5(path, **options):
     return h5py.File(path, **{"mode": "r", **options})["x"]
 
 
+def external(path, name):
+    NUMBERS.tofile("raw")
+    with h5py.File(path, "w") as file:
+        whole = [(name, 0, h5py.h5f.UNLIMITED)]
+        file.create_dataset("x", NUMBERS.shape, NUMBERS.dtype, external=whole)
+    return h5py.File(path)["x"]
+
+
+def virtual(path):
+    in_hdf5(path + ".part")
+    parts = h5py.VirtualLayout(NUMBERS.shape, NUMBERS.dtype)
+    parts[:] = h5py.VirtualSource(os.path.basename(path) + ".part", "x", NUMBERS.shape)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", parts)
+    return h5py.File(path)["x"]
+
+
+def with_a_prefix(path):
+    file = in_hdf5(path).file
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_efile_prefix(b"elsewhere")
+    return h5py.Dataset(h5py.h5d.open(file.id, b"x", access))
+
+
 NOT_SENT = {
     "in memory": (lambda path: in_hdf5(path, driver="core"), "is in no file on a disk"),
     "of bytes": (lambda path: in_hdf5(io.BytesIO()), "is in no file on a disk"),
     "open for writing": (lambda path: in_hdf5(path, mode="r+"), "is open for writing"),
+    "beside the script": (lambda path: external(path, "raw"), "finds files ['raw'] by a prefix"),
+    "by a prefix": (lambda path: with_a_prefix(path), "finds files of its sources by"),
 }
 
 
 @pytest.mark.parametrize(("make", "words"), NOT_SENT.values(), ids=NOT_SENT)
-def test_a_dataset_that_no_other_process_can_open_is_refused(make, words, path):
+def test_a_dataset_that_no_other_process_can_open_is_refused(make, words, path, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(path))
     source = ArraySource({"x": make(path)})
     assert source[9]["x"] == 9
     with refused(f"arrays['x']: the {'file' if 'open' in words else 'dataset'}") as error:
@@ -194,6 +221,17 @@ def test_a_file_of_hdf5_that_was_replaced_is_refused(path):
     in_hdf5(path + ".new")
     os.replace(path + ".new", path)
     with refused(f"{path} is not the file"):
+        pickle.dumps(source)
+
+
+@pytest.mark.parametrize("kind", ["virtual", "external"])
+def test_a_file_with_the_values_of_another_file_of_hdf5(kind, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = ArraySource(virtual(path) if kind == "virtual" else external(path, f"{tmp_path}/raw"))
+    assert list(pickle.loads(pickle.dumps(source))) == NUMBERS.tolist()
+    values = path + ".part" if kind == "virtual" else f"{tmp_path}/raw"
+    replace(values, b"")
+    with refused(f"{values} is not the file"):
         pickle.dumps(source)
 
 

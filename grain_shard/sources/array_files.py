@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -235,42 +236,65 @@ class _Hdf5(Sendable):
 
     Attributes:
         leaf: The path of the dataset in its tree, for messages.
-        file: The file of the dataset; None if its data are not in one file on a disk.
+        files: The file of the dataset, and the other files that hold its values.
         name: Name in the file; None if the dataset has no name.
-        mode: "r" if the file is open for reading only.
+        refused: Why no other process can open the dataset, and the remedy; None if one can.
     """
 
     leaf: str
-    file: _File | None
+    files: tuple[_File, ...]
     name: str | None
-    mode: str
+    refused: tuple[str, str] | None
 
     @classmethod
     def of(cls, leaf: str, dataset: Any) -> _Hdf5:
-        opened, file = dataset.file, None
-        if opened.driver == _ON_DISK:
-            facts = os.fstat(opened.id.get_vfd_handle())
-            file = _File.of(leaf, os.path.abspath(opened.filename), facts)
-        return cls(leaf, file, dataset.name, opened.mode)
+        opened, access = dataset.file, dataset.id.get_access_plist()
+        path, external = (
+            os.path.abspath(opened.filename),
+            [one[0] for one in dataset.external or ()],
+        )
+        # Old versions of h5py cannot set these prefixes.
+        prefixes = [getattr(access, f"get_{name}_prefix", bytes)() for name in ("efile", "virtual")]
+        refused = None
+        if opened.driver != _ON_DISK or dataset.name is None:
+            refused = (
+                "the dataset is in no file on a disk",
+                "read it into memory, dataset[:], or open a file on a disk, h5py.File(path).",
+            )
+        elif opened.mode != "r":
+            refused = (
+                f"the file {path} is open for writing, which locks it",
+                'open the file for reading, h5py.File(path, "r").',
+            )
+        elif any(prefixes) or not all(map(os.path.isabs, external)):
+            refused = (
+                f"the dataset finds files {external or 'of its sources'} by a prefix or in the"
+                " current folder",
+                "name the files by absolute paths, or read the dataset into memory, dataset[:].",
+            )
+        if refused is not None:
+            return cls(leaf, (), dataset.name, refused)
+        files = [_File.of(leaf, path, os.fstat(opened.id.get_vfd_handle()))]
+        sources = dataset.virtual_sources() if dataset.is_virtual else []
+        names = {one.file_name for one in sources} - {"."}  # HDF5's name of the file itself
+        beside = [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
+        for other in (*external, *beside):
+            with contextlib.suppress(OSError):  # without a file, the dataset has its fill value
+                files.append(_File.of(leaf, other, os.stat(other)))
+        return cls(leaf, tuple(files), dataset.name, None)
 
     def check(self) -> None:
-        problem = remedy = ""
-        if self.file is None or self.name is None:
-            problem = "the dataset is in no file on a disk"
-            remedy = "read it into memory, dataset[:], or open a file on a disk, h5py.File(path)."
-        elif self.mode != "r":
-            problem = f"the file {self.file.path} is open for writing, which locks it"
-            remedy = 'open the file for reading, h5py.File(path, "r").'
-        if self.file is None or problem:
+        if self.refused is not None:
+            problem, remedy = self.refused
             raise ShardingError(
                 f"{problem}, so a worker process or executor cannot open it.",
                 path=self.leaf,
                 remedy=remedy,
             )
-        self.file.check()
+        for file in self.files:
+            file.check()
 
     def open(self) -> Any:
         import h5py  # imported here, because only users of h5py need it
 
-        assert self.file is not None
-        return h5py.File(self.file.path, "r")[self.name]
+        return h5py.File(self.files[0].path, "r")[self.name]
