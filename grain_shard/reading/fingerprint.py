@@ -4,8 +4,10 @@ A fingerprint is made of the text, the seeds and the arguments of each node of t
 number of records, and of the file names or the own fingerprint of each source. Seeds and some
 arguments, such as a mixture's weights, are private attributes in Grain. If this version of Grain
 keeps one of them elsewhere, a change of it is not noticed. A change inside a function is not
-noticed either, because only the name of the function is compared. For a change of records see
-`contents.py`.
+noticed either, because only the name of the function is compared. The attributes of a
+transformation's object are not compared: a counter or a cache changes while it runs, a host's
+number differs between hosts, and a run may go on with another image size on purpose. For a change
+of records see `contents.py`.
 """
 
 from __future__ import annotations
