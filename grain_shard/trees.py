@@ -18,6 +18,8 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
+# Attributes of rows and tables with labels, such as those of pandas, polars and pyarrow.
+_LABELS = {"iloc", "columns", "column_names"}
 MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that are not padding
 
 
@@ -113,14 +115,20 @@ def check_leaf(path: str, leaf: Any) -> None:
     if isinstance(leaf, np.ndarray | np.generic | int | float | complex | str | bytes):
         return
     name, has = type(leaf).__name__, set(dir(leaf))
-    if _is_mapping(leaf):
+    if has & _LABELS:
+        problem = f"NumPy takes the values of a {name} without their labels."
+        remedy = "call .to_dict() in .map for a dict of named values, or .to_numpy() for an array."
+    elif _is_mapping(leaf):
         problem = f"JAX knows no tree of the mapping {name}, so its values would be lost."
         remedy = "turn it into a dict: .map(dict) for a whole record, dict(leaf) for a leaf of it."
     elif _is_array(leaf) or has >= {"__len__", "__getitem__"}:
         return
     elif "__iter__" in has:
         problem = f"NumPy makes no array of the items of the class {name}."
-        remedy = "turn it into an array in .map, by np.array(sorted(leaf))."
+        remedy = (
+            "turn it into an array in .map, by np.array(list(leaf)). For a set, whose order differs"
+            " between processes, by np.array(sorted(leaf))."
+        )
     elif "__dict__" in has:
         problem = f"JAX knows no tree of the class {name} in this process."
         remedy = (

@@ -198,6 +198,15 @@ class Unregistered:
     x: np.ndarray
 
 
+class Series(Settings):
+    """Stands for a row of a table, such as a Series of pandas."""
+
+    iloc = ()
+
+    def __array__(self, dtype=None, copy=None):
+        return ROW
+
+
 ROW = np.arange(3, dtype=np.int32)
 STACKED = {"random access", "stream", "feeds"}  # kinds in which this package or Grain stacks rows
 TREES = {
@@ -223,6 +232,7 @@ NO_LEAVES = {
     "ChainMap": (lambda: collections.ChainMap({"x": 1}), "the mapping ChainMap", ".map(dict)"),
     "proxy": (lambda: types.MappingProxyType({}), "the mapping mappingproxy", ".map(dict)"),
     "a mapping by its methods": (Settings, "the mapping Settings", ".map(dict)"),
+    "row of a table": (Series, "the values of a Series without their labels", ".to_dict()"),
     "dataclass": (lambda: Unregistered(ROW), "the class Unregistered", "vars(leaf)"),
     "set": (lambda: {1, 2}, "the class set", "np.array(sorted(leaf))"),
     "datetime": (lambda: datetime.datetime(2020, 1, 1), "the class datetime", "str(leaf)"),
