@@ -147,10 +147,15 @@ class AgreementError(GrainShardError, RuntimeError):
 
     The message names the host, and the field that differs or the host's error.
 
+    Attributes:
+        series: The name of the iterator, if all its hosts raise this error; "" otherwise.
+
     Example:
         >>> issubclass(AgreementError, RuntimeError)
         True
     """
+
+    series: str = ""
 
 
 class HostTimeoutError(AgreementError, TimeoutError):

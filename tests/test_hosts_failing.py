@@ -37,8 +37,10 @@ import sys
 import time
 import traceback
 import grain, grain_shard, jax, numpy as np
+import orbax.checkpoint as ocp
+from grain_shard.checkpoint import CheckpointSave
 
-EXTRA = "leaves by an extra next"
+EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 leaver = 0 if kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -90,6 +92,11 @@ def train(batches):
             if jax.process_index() == 0:
                 time.sleep(8)  # its files are slow: meanwhile the others say that they have left
             break
+        if kind == SAVED_AHEAD and count == 5:
+            with ocp.CheckpointManager(pathlib.Path(__file__).parent / "checkpoints") as manager:
+                model = ocp.args.StandardSave({"w": np.ones(4)})
+                data = CheckpointSave(batches)
+                manager.save(count, args=ocp.args.Composite(model=model, data=data))
     print("trained to", loss)
 
 if kind == "the loop, in with":
@@ -97,7 +104,7 @@ if kind == "the loop, in with":
         train(batches)
 else:
     batches = iter(ds)
-    if kind == EXTRA and jax.process_index() == 2:
+    if kind in (EXTRA, SAVED_AHEAD) and jax.process_index() == 2:
         next(batches)
     train(batches)
 """
@@ -112,8 +119,9 @@ LEAVES = {
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }
-SAVED = "saved, then left"
+SAVED, SAVED_AHEAD = "saved, then left", "saved after an extra next"
 LEFT = ["the loop is left", AT_PROMPT, SAVED]
+TRACEBACK = "Traceback (most recent call last)"
 TYPED = "typed.py"  # the input of the processes, which only a prompt reads
 
 
@@ -170,6 +178,7 @@ def test_a_host_that_fails_ends_all_and_each_names_it(runs, kind, together):
         assert named in output or host == 2, output
         assert "OSError: the bucket is gone" in output, output
         assert "trained" not in output
+        assert output.count(TRACEBACK) <= 1
     if kind == "random access":
         # All four records that host 2 reads of batch 20 fail; which is met first, its threads say.
         named = {re.search(r"record (\d+) of the dataset", output)[1] for output in outputs}
@@ -186,6 +195,14 @@ def test_a_host_that_leaves_or_is_ahead_while_the_others_go_on_ends_all_and_is_n
         assert said in output, "\n----\n".join(outputs)
     assert codes[leaver] == status
     assert 0 not in codes[:leaver] + codes[leaver + 1 :], codes
+
+
+def test_a_save_of_hosts_at_different_batches_is_one_error_on_each(runs):
+    outputs, codes = runs(20, (SAVED_AHEAD,))[SAVED_AHEAD]
+    for output in outputs:
+        said = (output.count(text) for text in (TRACEBACK, "the hosts are not at the same batch"))
+        assert [*said] == [1, 1], output
+    assert 0 not in codes, codes
 
 
 @pytest.mark.parametrize(
@@ -285,7 +302,7 @@ def what_a_loop_that_stands_still_lives_through():
             logged.wait()
         with pytest.raises((OSError, grain_shard.AgreementError)):
             list(batches)
-    return [line for line in lines if "has not moved" in line]
+    return [line for line in lines if "host 1 failed" in line or "has not moved" in line]
 
 
 def test_a_process_that_is_told_to_stay_does_not_end_and_says_where_it_stands():
@@ -293,6 +310,6 @@ def test_a_process_that_is_told_to_stay_does_not_end_and_says_where_it_stands():
         what_a_loop_that_stands_still_lives_through, hosts=2, devices_per_host=2, timeout_s=HANG_S
     )
     assert failed == []
-    (line,) = stood_still
-    assert "host 1 failed" in line
+    (heard, line) = stood_still
+    assert "host 1 failed" in heard
     assert "would end, but GRAIN_SHARD_END_PROCESS=0 keeps it" in line

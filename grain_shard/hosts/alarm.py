@@ -103,9 +103,10 @@ class Alarm:
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts of an error that the iterator raises on this host.
 
-        A second call does nothing, because the iterator raises the same error again.
+        A second call does nothing, because the iterator raises the same error again. Neither does a
+        call with an error that all hosts of the iterator raise.
         """
-        if not self.all_know:
+        if not self.all_know and getattr(error, "series", "") != self.series:
             host = self._rounds.host
             text = f"host {host} failed, so this host stops as well.\n  {describe_error(error)}"
             self._listener.tell(self.series, self.others, text)
@@ -239,7 +240,7 @@ class Alarm:
         self._fail(AgreementError(text))
         if not self._is_over:
             threading.Thread(
-                target=self._watch, args=(text,), name="grain-shard-alarm-watch", daemon=True
+                target=self._watch, name="grain-shard-alarm-watch", daemon=True
             ).start()
 
     def _fail(self, failure: AgreementError) -> None:
@@ -249,14 +250,11 @@ class Alarm:
         else:
             self._listener.alarms.pop(self.series, None)
 
-    def _watch(self, text: str) -> None:
+    def _watch(self) -> None:
         """Ends this process if its training loop stays blocked after another host failed.
 
         The loop is blocked if for 10 seconds its thread stays at one instruction and asks for no
         batch. With GRAIN_SHARD_END_PROCESS=0 the process does not end.
-
-        Args:
-            text: The failure, for the log.
         """
         where, since = None, time.monotonic()
         while time.monotonic() - since < _STILL_S:
@@ -270,10 +268,9 @@ class Alarm:
         ends = os.environ.get(_END_PROCESS) != "0"
         try:
             logging.error(
-                "grain_shard: %s\n  The training loop of this host has not moved for %g s since"
-                " then. Most likely a collective waits for the other host for ever. So this process"
-                " %s. The stacks of its threads:",
-                text,
+                "grain_shard: the training loop has not moved for %g s since the log of that error."
+                " Most likely a collective waits for the other host for ever. So this process %s."
+                " The stacks of its threads:",
                 _STILL_S,
                 "ends here" if ends else f"would end, but {_END_PROCESS}=0 keeps it",
             )

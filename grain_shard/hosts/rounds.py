@@ -303,7 +303,9 @@ class Rounds(Store):
                 names differences between the iterators that the hosts opened last.
         """
         if isinstance(verdict, dict) and "error" in verdict:
-            raise AgreementError(verdict["error"])
+            error = AgreementError(verdict["error"])
+            error.series = self.name
+            raise error
         if not isinstance(verdict, dict) or "silent" not in verdict:
             return verdict
         silent = {int(host): reason for host, reason in verdict["silent"].items()}

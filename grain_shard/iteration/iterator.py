@@ -331,25 +331,38 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Raises:
             AgreementError: The hosts are not at the same batch.
         """
-        self._state_writer()(directory)
+        self.state_writer()(directory)
 
-    def _state_writer(self, *, in_step: bool = False) -> Callable[[Any], None]:
-        """Returns a function that writes the present state into a folder, now or later.
+    def state_writer(self) -> Callable[[Any], None]:
+        """Compares the batches of the hosts; returns a function that writes the present state.
+
+        Any thread may call the function, now or later, with the folder.
+
+        Raises:
+            AgreementError: The hosts are not at the same batch.
+        """
+        compare, write = self._begin_save()
+        compare()
+        return write
+
+    def _begin_save(
+        self, *, in_step: bool = False
+    ) -> tuple[Callable[[], None], Callable[[Any], None]]:
+        """Returns two functions for any thread: one compares the hosts, and one writes the state.
 
         Args:
-            in_step: True if the function returns only after all hosts have written their files.
+            in_step: True if the second function returns only after all hosts have written.
         """
         state, feeds, at = self.get_state(), self._host.own_feeds, self._at
         place, together = self._host.next_batch(at.position), at.run.together
         save = together.new_save()
 
         def write(directory: Any) -> None:
-            together.compare_places(save, place)
             write_state(directory, state, feeds)
             if in_step and not is_shared(state):
                 together.wait_until_written(save)
 
-        return write
+        return lambda: together.compare_places(save, place), write
 
     def read_state(self, directory: Any) -> None:
         """Goes to the position of the state that the hosts wrote into a folder.
@@ -459,9 +472,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         # Orbax renames the folder when the first host is done. So each host waits until all hosts
         # have written.
-        write_files = self._state_writer(in_step=True)
+        compare, write_files = self._begin_save(in_step=True)
 
         async def write() -> None:
+            await asyncio.to_thread(compare)
             await asyncio.to_thread(write_files, await directory.await_creation())
 
         return write()
