@@ -30,11 +30,12 @@ Example:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from grain_shard.errors import ShardingError
 from grain_shard.iteration.iterator import ShardedIterator
@@ -49,7 +50,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def async_save(
         self, directory: Any, args: CheckpointSave
-    ) -> Coroutine[Any, Any, list[ocp.future.Future]]:
+    ) -> CoroutineType[Any, Any, list[future.Future] | None]:
         """Does the same, and writes in the background.
 
         The hosts compare their batches in this call, before any item of the checkpoint is saved:
@@ -57,9 +58,9 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         write = args.iterator.state_writer()
 
-        async def begin() -> list[ocp.future.Future]:
+        async def begin() -> list[future.Future] | None:
             written = asyncio.to_thread(write, directory)
-            return [ocp.future.CommitFutureAwaitingContractedSignals(written)]
+            return [future.CommitFutureAwaitingContractedSignals(written)]
 
         return begin()
 

@@ -30,7 +30,7 @@ from absl import logging
 from grain_shard.background import TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts import exits
-from grain_shard.hosts.asks import Asks, describe, one_ahead
+from grain_shard.hosts.asks import AT_END, IN_RUN, Asks, describe, one_ahead, step_s
 from grain_shard.hosts.compare import hosts_text
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
@@ -51,9 +51,9 @@ _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 # The topics of the places of all hosts and of the times of their calls, and the key that says that
 # all have left at the same batch.
 _PLACES, _ASKS, _OVER = "places", "asks", "over"
-# Seconds between two comparisons of the times; and after a host has reached the end of the data, in
-# which the other hosts should reach it, too.
-_COMPARE_S, _ENDS_TOGETHER_S = 4.0, 5.0
+# Seconds between two comparisons of the times. When a host has reached the end of the data, the
+# others stand still if they take no batch for so many seconds, and for so many steps.
+_COMPARE_S, _ENDS_TOGETHER_S, _STEPS_TO_END = 4.0, 5.0, 3.0
 _LEFT = "break, close, seek, reset or set_state, or an error that was handled"
 
 
@@ -94,7 +94,7 @@ class Alarm:
         self._is_over = False  # True once the loop has got an error, or the iterator is closed
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
         self._times, self._has_warned = Asks(), False
-        self._compare_at, self._end_seen_at = 0.0, math.inf
+        self._compare_at, self._places, self._still_since = 0.0, dict[int, Place](), math.inf
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
@@ -202,11 +202,15 @@ class Alarm:
             have not; None otherwise.
         """
         now, at_end = time.monotonic(), {h for h, place in places.items() if place.left == ""}
-        self._end_seen_at = min(self._end_seen_at, now if at_end else math.inf)
-        is_end = now > self._end_seen_at + _ENDS_TOGETHER_S
-        if self._has_warned and not is_end:
+        if places != self._places:
+            self._places, self._still_since = dict(places), now
+        still_s = now - self._still_since
+        if self._has_warned and not (at_end and still_s > _ENDS_TOGETHER_S):
             return None
-        ahead, behind = one_ahead(self._rounds.get_all(_ASKS))
+        asks = self._rounds.get_all(_ASKS)
+        slow_steps_s = _STEPS_TO_END * max(map(step_s, asks.values()))
+        is_end = bool(at_end) and still_s > max(_ENDS_TOGETHER_S, slow_steps_s)
+        ahead, behind = one_ahead(asks, AT_END if is_end else IN_RUN)
         if not ahead:
             return None
         text = describe(ahead, behind)

@@ -7,24 +7,47 @@ all hosts have to take part in step n. Next to a host that is one batch behind, 
 n + 1 at about the same time as the other host for batch n, and now and then before it.
 
 This needs clocks that agree within a step. Two kinds of loops are not noticed: loops whose steps
-have no collective, and an ahead host that also does more work in each step than the other hosts.
+have no collective, and an ahead host that also does more work in each step than the other hosts. In
+loops without collectives, a host that is late by about a step is not taken for one batch ahead.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from grain_shard.hosts.compare import hosts_text
 
 # In each window of `_WINDOW_S` seconds the times of the first `_KEPT` calls are kept. So all hosts
 # keep the times of about the same batches.
 _WINDOW_S, _KEPT = 4.0, 64
-# The fewest batches, and calls in the wrong order among them, from which a host is named. Further,
-# the calls of most batches must be nearer to each other than half a step.
-_FEWEST, _EARLY, _MOST, _PART = 12, 2, 0.6, 0.5
+# The fewest batches from which a host is named; and the smallest ratio of the mean squared change of
+# the differences between two hosts to their variance (von Neumann's ratio). With a collective in
+# each step, the hosts begin each step anew, and the ratio is about 2. Without collectives the delays
+# of the steps add up, and the ratio is near 0 if there are many steps.
+_FEWEST, _ANEW = 12, 0.8
+
+
+class Evidence(NamedTuple):
+    """The calls from which a host is taken to be one batch ahead.
+
+    Attributes:
+        early: The fewest calls that came before the call of the other host. With a collective in
+            each step, none does if both hosts are at the same batch.
+        near: The smallest part of the calls that are nearer to each other than half a step.
+    """
+
+    early: int
+    near: float
+
+
+# While the loops run, each window is another chance. At the end there is only the last one. But
+# then the hosts that are behind stand still, too.
+IN_RUN, AT_END = Evidence(early=2, near=0.6), Evidence(early=1, near=0.4)
 
 
 class Asks:
@@ -52,42 +75,59 @@ class Asks:
             self.latest.append((number, round(now, 5)))
 
 
-def is_ahead(host: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> bool:
+def step_s(host: Sequence[tuple[int, float]]) -> float:
+    """Returns the median time between two calls of a host, in seconds; 0 if there are none."""
+    called = dict(host)
+    steps = [t - called[n - 1] for n, t in host if n - 1 in called]
+    return statistics.median(steps) if steps else 0.0
+
+
+def is_ahead(
+    host: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]], enough: Evidence = IN_RUN
+) -> bool:
     """Returns True if a host is most likely one batch ahead of another host.
 
     Args:
         host: The times of the calls of the host; see `Asks.latest`.
         other: The times of the calls of the other host.
+        enough: The evidence that is enough.
 
     Example:
         >>> steps = [(n, 0.1 * n) for n in range(20)]
         >>> ahead = [(n + 1, t + (0.001, -0.001)[n % 2]) for n, t in steps]
         >>> is_ahead(ahead, steps), is_ahead(steps, ahead), is_ahead(steps, steps)
         (True, False, False)
+        >>> faster = [(n + 1, 0.097 * n) for n, _ in steps]  # and there is no collective
+        >>> is_ahead(faster, steps)
+        False
     """
-    of_host, of_other = dict(host), dict(other)
-    steps = [t - of_other[n - 1] for n, t in other if n - 1 in of_other]
+    of_host = dict(host)
     later = [of_host[n + 1] - t for n, t in other if n + 1 in of_host]
-    if len(later) < _FEWEST or len(steps) < _FEWEST:
+    if len(later) < _FEWEST:
         return False
-    step_s = statistics.median(steps)
-    near = sum(abs(s) <= _PART * step_s for s in later)
-    return near >= _MOST * len(later) and sum(s < 0 for s in later) >= _EARLY
+    changes = [after - before for before, after in itertools.pairwise(later)]
+    if statistics.fmean(c * c for c in changes) < _ANEW * statistics.pvariance(later):
+        return False
+    near = sum(abs(s) <= step_s(other) / 2 for s in later)
+    return near >= enough.near * len(later) and sum(s < 0 for s in later) >= enough.early
 
 
-def one_ahead(asks: Mapping[int, Sequence[tuple[int, float]]]) -> tuple[list[int], list[int]]:
+def one_ahead(
+    asks: Mapping[int, Sequence[tuple[int, float]]], enough: Evidence = IN_RUN
+) -> tuple[list[int], list[int]]:
     """Compares the calls of each host with the calls of the first host.
 
     Args:
         asks: The times of the calls, by host.
+        enough: The evidence that is enough.
 
     Returns:
         The hosts that are one batch ahead, and the hosts that are one batch behind them.
     """
     (first, of_first), *others = asks.items()
-    if behind := [host for host, of_host in others if is_ahead(of_first, of_host)]:
+    if behind := [host for host, of_host in others if is_ahead(of_first, of_host, enough)]:
         return [first], behind
-    ahead = [host for host, of_host in others if is_ahead(of_host, of_first)]
+    ahead = [host for host, of_host in others if is_ahead(of_host, of_first, enough)]
     return ahead, [first] if ahead else []
 
 
