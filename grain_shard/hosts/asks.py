@@ -25,10 +25,10 @@ from grain_shard.hosts.compare import hosts_text
 # In each window of `_WINDOW_S` seconds the times of the first `_KEPT` calls are kept. So all hosts
 # keep the times of about the same batches.
 _WINDOW_S, _KEPT = 4.0, 64
-# The fewest batches from which a host is named; and the smallest ratio of the mean squared change of
-# the differences between two hosts to their variance (von Neumann's ratio). With a collective in
-# each step, the hosts begin each step anew, and the ratio is about 2. Without collectives the delays
-# of the steps add up, and the ratio is near 0 if there are many steps.
+# The fewest batches from which a host is named; and the smallest ratio of the mean squared change
+# of the differences between two hosts to their variance (von Neumann's ratio). With a collective in
+# each step, the hosts begin each step anew, and the ratio is about 2. Without collectives the
+# delays of the steps add up, and the ratio is near 0 if there are many steps.
 _FEWEST, _ANEW = 12, 0.8
 
 
