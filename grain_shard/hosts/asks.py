@@ -29,7 +29,7 @@ _WINDOW_S, _KEPT = 4.0, 64
 # of the differences between two hosts to their variance (von Neumann's ratio). With a collective in
 # each step, the hosts begin each step anew, and the ratio is about 2. Without collectives the
 # delays of the steps add up, and the ratio is near 0 if there are many steps.
-_FEWEST, _ANEW = 12, 0.8
+_FEWEST, _ANEW = 24, 0.8
 
 
 class Evidence(NamedTuple):
@@ -93,11 +93,11 @@ def is_ahead(
         enough: The evidence that is enough.
 
     Example:
-        >>> steps = [(n, 0.1 * n) for n in range(20)]
+        >>> steps = [(n, 0.1 * n) for n in range(30)]
         >>> ahead = [(n + 1, t + (0.001, -0.001)[n % 2]) for n, t in steps]
         >>> is_ahead(ahead, steps), is_ahead(steps, ahead), is_ahead(steps, steps)
         (True, False, False)
-        >>> faster = [(n + 1, 0.097 * n) for n, _ in steps]  # and there is no collective
+        >>> faster = [(n + 1, 0.098 * n) for n, _ in steps]  # and there is no collective
         >>> is_ahead(faster, steps)
         False
     """
