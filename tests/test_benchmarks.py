@@ -113,26 +113,6 @@ def test_a_side_of_ours_that_fails_is_a_failure(tmp_path):
         assert has_failed(group, result)
 
 
-def test_a_client_without_an_environment_is_skipped_with_the_command_that_makes_it(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = results(NAMED["clients"], Run(True, tmp_path))
-    found = {result.comparison.theirs: result.skipped for result in measured}
-    command = "not installed: python -m tests.clients --python"
-    assert found["MaxText"] == found["MaxText, a worker"] == f"{command} maxtext"
-    assert found["Levanter, processor"] == f"{command} levanter"
-
-
-def test_no_two_subjects_share_a_number():
-    """P8 is what a mask adds, which is measured with and without reading."""
-    modules = {}
-    for group in GROUPS:
-        for number in {c.number for c in group.comparisons if c.number} - {"P8"}:
-            modules.setdefault(number, set()).add(group.measure.__module__)
-    assert {number: found for number, found in modules.items() if len(found) > 1} == {}
-
-
 def test_no_two_groups_have_one_title_and_no_two_rows_of_a_group_the_same_words():
     assert len({group.title for group in GROUPS}) == len(GROUPS)
     for group in GROUPS:
@@ -290,17 +270,3 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     told = capsys.readouterr().err
     assert complaint in told
     assert "[1/" not in told
-
-
-@pytest.mark.parametrize("package", ["rich.table", "matplotlib.figure"])
-def test_a_package_that_only_the_end_uses_is_missed_before_anything_is_measured(
-    package, tmp_path, monkeypatch, capsys
-):
-    for name in ("chart", "report"):
-        monkeypatch.delattr(f"benchmarks.{name}")
-        monkeypatch.delitem(sys.modules, f"benchmarks.{name}")
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    with pytest.raises(ImportError, match=package):
-        main(["P5", "--quick", "--out", str(tmp_path)])
-    assert "[1/" not in capsys.readouterr().err

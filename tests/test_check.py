@@ -1,7 +1,6 @@
 """`check`, the acceptance test of a pipeline: passes right pipelines and finds faults."""
 
 import concurrent.futures
-import itertools
 import os
 import random
 import sys
@@ -148,13 +147,11 @@ class OfThread(threading.local):
 
 
 HERE = OfThread()
-NUMBERS = itertools.count()
 FAULTS = {
     "random numbers": (
         lambda path: RECORDS.map(lambda i: {"x": random.random()}),
         "read twice",
     ),
-    "a counter": (lambda path: RECORDS.map(lambda i: {"x": next(NUMBERS)}), "read twice"),
     "one file": (
         lambda path: OneFile(path / "r", 1000),
         "the pipeline's threads|16 th|a few",
@@ -209,12 +206,6 @@ def test_a_stream_that_does_not_go_back_to_a_state_is_found(no_worker):
         check(ds, seconds=6)
 
 
-def test_records_of_other_shapes_are_refused(no_worker):
-    ds = RECORDS.map(lambda i: {"x": np.zeros(3 + (i == 998))}).batch(8).shard_to(data_mesh(4))
-    with pytest.raises(ShardingError, match="998"):
-        check(ds, batches=4)
-
-
 SCALE = 1
 
 
@@ -256,7 +247,6 @@ class Elsewhere(Copied):
 
 
 IN_WORKERS = {
-    "the process": (lambda path: RECORDS.map(lambda i: {"x": os.getpid()}), " was "),
     "hash of a str": (lambda path: RECORDS.map(lambda i: {"x": hash(str(i)) % 999}), " was "),
     "a global variable": (lambda path: RECORDS.map(scaled), " was "),
     "a copy": (lambda path: grain.MapDataset.source(Copied()), " was "),

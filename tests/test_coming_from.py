@@ -22,7 +22,6 @@ import grain_shard
 import grain_shard.placement
 import grain_shard.training
 from grain_shard.placement import distribute_batch
-from grain_shard.training import create_1d_mesh
 from tests.conftest import ids, numbered
 
 HERE = Path(__file__).parent
@@ -72,6 +71,7 @@ ELSEWHERE = {
     "test_placement.py: TestPrefetch": ("`prefetch_to_device` starts", "after `close`"),
     "test_placement.py: TestPrefetchState": ("`prefetch_to_device` has no state",),
     "test_meshes.py: test_2d_mesh_with_a_given_second_axis": ("`.create_hybrid_mesh(4, 2)`",),
+    "test_meshes.py: test_1d_mesh": ("`.create_data_parallel_mesh()`",),
     "test_meshes.py: test_rules": ("`fsdp_rules()`",),
     "test_place_state.py: test_by_path": ("`DataParallelStrategy`",),
     "test_placement.py: TestDevices": ("`detect_devices()`",),
@@ -174,12 +174,6 @@ def device_mesh(mesh):
     assert (mesh.size, dict(mesh.shape)) == (8, {"data": 4, "model": 2})
 
 
-@row("`.create_data_parallel_mesh()`")
-def data_parallel_mesh(mesh):
-    assert dict(create_1d_mesh().shape) == {"data": 8}
-    assert dict(create_1d_mesh("model", jax.devices()[:4]).shape) == {"model": 4}
-
-
 @row("`reduce_mean(metrics)`")
 def reductions(mesh):
     (batch,) = numbered(6, 8).shard_to(mesh)
@@ -222,6 +216,7 @@ def read_options(mesh):
             return str(iterator.stats().read_threads), ds.settings.cpu_buffer_size
 
     assert threads_and_buffer((8, 32)) == ("8", 32)
+    assert threads_and_buffer((15, 500)) == ("15", 500)
     assert threads_and_buffer((8, 32), num_threads=2) == ("2", 32)
     assert threads_and_buffer((8, 32), cpu_buffer_size=3) == ("8", 3)
     assert threads_and_buffer((16, 500))[1] == 4  # Grain's defaults are no wish

@@ -143,10 +143,6 @@ AT_BUILD = {
         lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
         "call batches = iter(ds) once, loop over batches, and pass batches to CheckpointSave.",
     ),
-    "warmup=-1 is not an integer of at least 0.": (
-        lambda: grain_shard.profile(numbered(8, 8).shard_to(data_mesh(2)), warmup=-1),
-        "pass warmup as a whole number, 0 or more.",
-    ),
     ".mp_prefetch cannot follow .shard_to: a worker process must not hold a device.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
         "mesh:   data=4",

@@ -11,8 +11,6 @@ import weakref
 import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard.feeding import feed_reader
@@ -25,7 +23,7 @@ from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait
-from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
+from tests.counting_source import BatchedSource, Source, bad
 from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
 
@@ -53,7 +51,7 @@ class Lengths(grain.IterDataset):
 
     def __init__(self, parent):
         super().__init__(parent)
-        self.parent, self.found = parent, ([], {})
+        self.parent = parent
 
     def __iter__(self):
         return iter(self.parent.map(length))
@@ -111,35 +109,6 @@ def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, h
     assert_same(resumed, expected[6:])
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 60),
-    st.lists(st.sampled_from(["shuffle", "slice", "repeat", "map", "random_map", "with index"])),
-    st.sampled_from(list(READ_OPTIONS.values())),
-    st.integers(0, 70),
-    st.sampled_from(list(SOURCES.values())),
-)
-def test_any_records_come_in_their_order_from_anywhere(num_records, steps, options, start, kind):
-    records = grain.MapDataset.source(kind(num_records, nothing)).seed(9)
-    for step in steps:
-        records = {
-            "shuffle": lambda ds: ds.shuffle(),
-            "slice": lambda ds: ds[1::2] if len(ds) > 1 else ds,
-            "repeat": lambda ds: ds.repeat(2) if len(ds) < 1000 else ds,
-            "map": lambda ds: ds.map(lambda i: i + 1),
-            "random_map": lambda ds: ds.random_map(lambda i, rng: i + int(rng.integers(99))),
-            "with index": lambda ds: ds.map_with_index(lambda index, i: 100 * index + i),
-        }[step](records)
-    ds = records.to_iter_dataset(options)
-    start = min(start, len(records))
-    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
-        ours = replace_read_ahead(ds, functools.partial(RecordStream, reads, 0))
-        rows, expected = iter(ours), iter(ds)
-        rows.set_state({"next_index": start})
-        expected.set_state({"next_index": start})
-        assert list(rows) == list(expected)
-
-
 @pytest.fixture
 def reads():
     with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
@@ -165,14 +134,6 @@ def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_change
     before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
     assert len(record_streams(replaced(ds))) == 2
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
-
-
-def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents(replaced):
-    ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
-    ours = replaced(ds)
-    assert ours.found is ds.found
-    assert ours.parent is ours.parents[0]
-    assert ours.parent is not ds.parent
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from tests.pipelines import (
     assert_same_batches,
     feeds_of,
     going_on,
-    shared_out,
     with_states,
 )
 from tests.test_workers import assert_no_child_is_left, raising
@@ -136,12 +135,6 @@ def test_without_a_mask_any_tree_will_do():
     ds = feeds_of(lambda feed, i: (i, feed), 2, 4, length=3).shard_to(data_mesh(2), mask_key=None)
     batches = [jax.tree.map(lambda leaf: leaf.tolist(), batch) for batch in ds]
     assert batches == [([0, 1, 0, 1], [0, 0, 1, 1]), ([2, 0, 2, 0], [0, 0, 1, 0])]
-
-
-def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
-    records = grain.MapDataset.range(3).map(lambda i: {"id": np.int32(i)})
-    (batch,) = valid(shared_out(records, 8, 8).shard_to(data_mesh(8)))
-    assert batch == [0, 1, 2, None, None, None, None, None]
 
 
 def packing(ds, by, length=128, **options):

@@ -14,23 +14,17 @@ Not here, and why:
 """
 
 import contextlib
-import json
 import pickle
 
-import cloudpickle
 import grain
-import jax
 import numpy as np
 import pytest
 from absl import flags
 from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError
-from grain_shard.grain_inside import nodes
-from tests.conftest import Made, MadeIterator, data_mesh, ids, numbered
+from grain_shard import BatchLayout, ShardBatch, ShardingError
+from tests.conftest import Made, MadeIterator, data_mesh, numbered
 from tests.test_lifecycle import run, script
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
@@ -75,21 +69,6 @@ def test_thread_prefetch_deep_copies_the_state_of_every_element(mesh):
         assert iterator.get_state()["parent"]["parent"]["given"] == 1
 
 
-def test_default_read_options_look_the_same_whether_they_were_given_or_not(mesh):
-    batches = numbered(16, 8)
-    given = batches.to_iter_dataset(grain.ReadOptions(16, 500))
-    assert {**vars(given), "_parents": ()} == {**vars(batches.to_iter_dataset()), "_parents": ()}
-    # So they are no wish, and others are. Who means them says so to shard_to.
-    assert nodes.below_read_ahead(given)[1] is None
-    assert given.shard_to(mesh).settings.cpu_buffer_size == DevicePut.cpu_buffer_size
-    assert given.shard_to(mesh, cpu_buffer_size=500).settings.cpu_buffer_size == 500
-    for threads, buffer in [(8, 32), (16, 499), (15, 500)]:
-        other = batches.to_iter_dataset(grain.ReadOptions(threads, buffer))
-        assert nodes.below_read_ahead(other)[1] == (threads, buffer)
-        assert other.shard_to(mesh).settings.cpu_buffer_size == buffer
-        assert other.shard_to(mesh, cpu_buffer_size=4).settings.cpu_buffer_size == 4
-
-
 def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows():
     shared = SharedMemoryArray((4, 2), np.int32)
     shared[:] = np.arange(8).reshape(4, 2)
@@ -100,32 +79,6 @@ def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows():
     assert type(rows[0]) is np.ndarray
     assert pickle.loads(pickle.dumps(rows[0])).tolist() == [[4, 5], [6, 7]]
     shared.unlink_on_del()
-
-
-def test_a_state_of_concat_then_split_does_not_survive_json_and_ours_does():
-    # It compares slices with tuples; JSON, as in Grain's own checkpoints, has none.
-    records = [{"x": np.arange(5 + i % 37)} for i in range(60)]
-
-    def rows():
-        ds = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
-        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct={"x": 32})
-
-    def after(state):
-        iterator = iter(rows())
-        iterator.set_state(json.loads(json.dumps(state)))
-        return [row["x"].tolist() for row in iterator]
-
-    iterator = iter(rows())
-    next(iterator)
-    state = iterator.get_state()
-    expected = [row["x"].tolist() for row in iterator]
-    assert after(state) != expected
-
-    ours = iter(rows().batch(1).shard_to(jax.make_mesh((1,), ("data",))))
-    next(ours)
-    state = json.loads(json.dumps(ours.get_state()))
-    ours.set_state(state)
-    assert [np.asarray(batch["x"])[0].tolist() for batch in ours] == expected
 
 
 class TestWorkers:
@@ -172,42 +125,9 @@ class TestWorkers:
         assert type(ds[0]["id"]) is np.ndarray
         assert len(ds) == len(sharded) == 2
 
-    def test_what_they_send_is_aliased_by_jax(self):
-        # What comes out of shared memory starts a page, as here. JAX's CPU backend takes such
-        # memory as it is, also with may_alias=False (jax#38086), and Grain then reuses it.
-        memory = np.zeros(2 * 4096, np.float32)
-        offset = -memory.ctypes.data % 4096 // 4
-        page = memory[offset : offset + 1024].reshape(8, 128)
-        device = jax.devices()[0]
-        for may_alias in (None, False):
-            placed = jax.device_put(page, device, may_alias=may_alias)
-            assert placed.unsafe_buffer_pointer() == page.ctypes.data
-            page[:] = 7
-            assert np.asarray(placed).max() == 7
-            page[:] = 0
         # Instead: test_batches_stay_intact_when_all_are_kept in test_workers.py.
 
-    def test_a_sharding_does_not_travel_to_them(self, mesh):
-        sharding = NamedSharding(mesh, P("data"))
-        placed = numbered(8, 8).map(lambda batch: jax.device_put(batch, sharding))
-        with pytest.raises(TypeError, match=r"cannot pickle .*Device"):
-            cloudpickle.dumps(placed)
         # What this package does instead: TestC10 in test_workers.py.
-
-
-def test_a_numpy_integer_in_a_state_does_not_save(mesh):
-    def state_of(given):
-        deep = {"er": np.bool_(True)}
-        return {"given": np.int64(given), "list": [np.float32(0.5)], "deep": deep}
-
-    source = with_state(state_of, lambda k: {"id": np.full(8, k)})
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        json.dumps(iter(source.map(lambda b: b)).get_state())
-    ds = source.shard_to(mesh)
-    with iter(ds) as iterator, iter(ds) as restored:
-        next(iterator), next(iterator)
-        restored.set_state(json.loads(json.dumps(iterator.get_state())))
-        assert ids([next(restored)]) == ids([next(iterator)]) == [[2] * 8]
 
 
 def repeated(ds):

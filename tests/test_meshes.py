@@ -25,9 +25,11 @@ TENSOR_PARALLEL = MeshRules(data="data", mlp="model", heads="model")
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
 def test_1d_mesh(num_devices):
-    mesh = create_1d_mesh(devices=jax.devices()[:num_devices])
+    devices = jax.devices()[:num_devices]
+    mesh = create_1d_mesh(devices=devices)
     assert dict(mesh.shape) == {"data": num_devices}
     assert mesh.axis_types == (AxisType.Auto,)
+    assert dict(create_1d_mesh("model", devices).shape) == {"model": num_devices}
 
 
 @pytest.mark.parametrize(

@@ -321,16 +321,6 @@ class TestProfile:
         for stage, seconds in profiled.stages_s.items():
             assert getattr(profiled.figures, f"{stage}_s") == seconds
 
-    @pytest.mark.parametrize("mask_key", ["valid_mask", "real"])
-    def test_rows_that_the_mask_leaves_out_are_no_examples(self, mask_key):
-        ds = (
-            grain.MapDataset.range(20)
-            .map(record)
-            .batch(8)
-            .shard_to(data_mesh(1), mask_key=mask_key)
-        )
-        assert profile(ds, step, 3, warmup=0).num_examples == 20
-
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]

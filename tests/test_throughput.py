@@ -164,7 +164,9 @@ class TestMeasureThroughput:
         assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
 
     @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
-    @pytest.mark.parametrize(("mask_key", "examples"), [("valid_mask", 10), (None, 16)])
+    @pytest.mark.parametrize(
+        ("mask_key", "examples"), [("valid_mask", 10), ("real", 10), (None, 16)]
+    )
     def test_rows_of_padding_are_no_examples_if_there_is_a_mask(self, mask_key, examples):
         ds = numbered(10, 8).shard_to(data_mesh(2), mask_key=mask_key)
         assert measure_throughput(ds, 2, warmup=0).num_examples == examples

@@ -293,13 +293,6 @@ class TestSpecs:
             batch = self.place(lambda i: {"id": np.int32(i)}, jax.make_mesh(shape, axes))
             assert batch["id"].sharding.spec == P(rows)
 
-    @pytest.mark.parametrize("spec", [P(), P(None), {"id": P(), "x": P(None, "data")}])
-    def test_rows_that_are_not_sharded(self, mesh, spec):
-        record = lambda i: {"id": np.int32(i), "x": np.arange(16)}  # noqa: E731
-        batch = self.place(record, mesh, spec, n=3, batch=3)
-        assert batch["id"].tolist() == [0, 1, 2]
-        assert batch["id"].sharding.is_fully_replicated
-
     def test_scalars_are_replicated(self, mesh):
         def collate(items):
             return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
@@ -322,11 +315,6 @@ class TestSpecs:
         (batch,) = grain.MapDataset.range(8).batch(8).shard_to(mesh, mask_key=None)
         assert batch.tolist() == list(range(8))
 
-    def test_text_may_have_another_width_in_every_batch(self, mesh):
-        ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "text": "x" * i}).batch(8)
-        batches = list(ds.shard_to(mesh))
-        assert [b["text"][-1] for b in batches] == ["x" * 7, "x" * 15, "x" * 23]
-
     @pytest.mark.parametrize(
         "dtype",
         [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.int8, np.uint32, bool],
@@ -337,27 +325,6 @@ class TestSpecs:
         assert batch["x"].dtype == np.dtype(dtype)
         rows = np.asarray(batch["x"]).astype(int).tolist()
         assert rows == [[i % 2, 1] for i in range(5)] + [[0, 0]] * 3
-
-    @pytest.mark.usefixtures("no_rereads")
-    def test_64_bits_and_the_mesh_in_use_follow_the_users_setting_at_iter(self, mesh):
-        def record(i):
-            in_use.append(dict(jax.sharding.get_mesh().shape))
-            return {"x": np.float64(i)}
-
-        ds = grain.MapDataset.range(8).map(record).batch(8).shard_to(mesh, num_threads=2)
-        with jax.enable_x64(True), jax.set_mesh(mesh):
-            inside = iter(ds)
-        in_use = []
-        outside = iter(ds)
-        start = inside.get_state()
-        assert next(inside)["x"].dtype == np.float64
-        assert in_use == [{"data": 8}] * len(in_use) != []
-        inside.set_state(start)
-        assert next(inside)["x"].dtype == np.float64, "also after a restore elsewhere"
-        in_use.clear()
-        with jax.enable_x64(True), jax.set_mesh(mesh):
-            assert next(outside)["x"].dtype == np.float32
-        assert in_use == [{}] * len(in_use) != []
 
     def test_jax_arrays_out_of_map_are_placed_like_any_other(self, mesh):
         batch = self.place(lambda i: {"x": jnp.full(3, i), "s": jnp.float32(i)}, mesh, n=5)
