@@ -176,6 +176,17 @@ class TestWhereNoOtherSizeCanBeHad:
         assert "global_batch_size" in str(refusal.value).splitlines()[0]
         assert "move every .map and slice before .batch" in str(refusal.value)
 
+    def test_data_that_has_grown_is_refused_with_the_seek_that_goes_on(self):
+        _, state = after(sharded(8), 2)
+        with iter(sharded(8, 66)) as batches:
+            with pytest.raises(StateError) as refusal:
+                batches.set_state(state)
+            assert "records: saved 58, now 66" in str(refusal.value)
+            remedy = "If the data has changed on purpose, call batches.seek(2), which goes on at"
+            assert remedy in str(refusal.value)
+            batches.seek(2)
+            assert len(ids(batches)) == 7
+
     def test_what_else_changed_is_refused_as_ever(self):
         _, state = after(sharded(8), 2)
         for other, field in [

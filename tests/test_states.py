@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import re
 import types
 
 import grain
@@ -439,3 +440,32 @@ def test_a_checkpoint_item_of_kauldron_is_saved_and_restored_by_its_protocol(tmp
     np.testing.assert_array_equal(next(items[1].iter)["x"], np.arange(8, 16))
     for item in items:
         item.iter.close()
+
+
+def crop(record):
+    return record
+
+
+def flip(record):
+    return record
+
+
+@pytest.mark.parametrize(
+    ("now", "change"),
+    [
+        (lambda ds: ds.map(crop).map(flip), ".map (flip) after .map (crop) was added"),
+        (lambda ds: ds.map(dict).map(crop), ".map (dict) after .shuffle was added"),
+        (lambda ds: ds.map(flip), ".map (flip) after .shuffle has other arguments, or was another"),
+        (lambda ds: ds, "1 of the transformations after .shuffle were removed"),
+        (lambda ds: ds.map(crop)[1:9], ".slice after .map (crop) was added"),
+    ],
+)
+def test_a_restore_names_the_transformation_that_changed(now, change):
+    def sharded(ds):
+        return ds.batch(4).shard_to(data_mesh(2), mask_key=None)
+
+    shuffled = grain.MapDataset.source([{"x": i} for i in range(16)]).seed(1).shuffle()
+    state = json.loads(json.dumps(iter(sharded(shuffled.map(crop))).get_state()))
+    assert {type(value) for value in state.values()} <= {str, int}
+    with pytest.raises(StateError, match=re.escape(f"  transforms: {change}")):
+        iter(sharded(now(shuffled))).set_state(state)

@@ -11,7 +11,7 @@ from grain_shard.errors import StateError, shortened
 from grain_shard.feeding.feed_reader import FeedState
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
-from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, plain
 from grain_shard.state_json import UNCHANGED, sealed, unsealed
 
 # Keys of a state: the number of batches handed out, and the user's choice for a feed that has ended
@@ -94,7 +94,7 @@ class FeedsPosition(NamedTuple):
             fingerprint: The fields that must be the same when the state is restored.
         """
         states = {str(feed): sealed(state) for feed, state in self.feed_states().items()}
-        return {KIND: FEEDS, _STEP: self.step, **fingerprint, FEED_ENTRIES: states}
+        return {KIND: FEEDS, _STEP: self.step, **plain(fingerprint), FEED_ENTRIES: states}
 
     def feed_states(self) -> dict[int, FeedState]:
         """Returns the state of each feed, by the feed's number. Each call returns new copies."""

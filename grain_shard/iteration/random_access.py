@@ -29,6 +29,7 @@ from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     check_fingerprint,
     fingerprint_at,
+    plain,
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.rereads import Maker
@@ -211,7 +212,7 @@ class RandomAccess(HostBatches):
 
     def to_state(self, position: Progress) -> dict[str, Any]:
         fingerprint = fingerprint_at(self.fingerprint, position)
-        return {KIND: self.kind, **self._counted(position), **fingerprint}
+        return {KIND: self.kind, **self._counted(position), **plain(fingerprint)}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
         """Raises an error if the state and this pipeline count in different units.
@@ -250,7 +251,12 @@ class RandomAccess(HostBatches):
             if same or not all(key in state for key in keys):
                 self._require_counted_alike(state)
         current = {KIND: self.kind, **current}
-        check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
+        go_on = (
+            f"call batches.seek({shortened(state.get(self._STEP))}), which goes on at that step."
+        )
+        check_fingerprint(
+            state, current, kind="a random-access pipeline", keys=keys, if_data_changed=go_on
+        )
         if progress is None:
             stands = ", ".join(f"{key} {shortened(state[key])}" for key in keys)
             raise StateError(

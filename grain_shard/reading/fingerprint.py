@@ -24,11 +24,13 @@ from grain_shard.digest import digest
 from grain_shard.errors import StateError, shortened
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Progress
+from grain_shard.reading.transforms import Transforms
 from grain_shard.sources.mix import MixedByRecord
 from grain_shard.state_json import UNCHANGED
 
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
+TRANSFORMS = "transforms"
 
 HOW_TO_COUNT_RECORDS = (
     "move every .map and slice before .batch, so that they change records, and leave batch_fn out"
@@ -66,7 +68,7 @@ def records_fingerprint(
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
     size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.schedule.weights}
-    return {**size, **pipeline_digests(records, after), "transforms": digest(described)}
+    return {**size, **pipeline_digests(records, after), TRANSFORMS: Transforms.of(described[::-1])}
 
 
 def _mixture_in_order(
@@ -105,6 +107,11 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
     return {**fingerprint, WEIGHTS: digest(used)}
 
 
+def plain(fingerprint: Mapping[str, Any]) -> Fingerprint:
+    """Returns a fingerprint as plain JSON, for a state."""
+    return {key: str(v) if isinstance(v, str) else v for key, v in fingerprint.items()}
+
+
 def pipeline_digests(
     ds: grain.MapDataset | grain.IterDataset, after: Sequence[grain.MapDataset] = ()
 ) -> dict[str, str]:
@@ -121,7 +128,7 @@ def pipeline_digests(
     return {
         "source": digest([_source(node) for node in nodes.sources(ds)]),
         "seeds": digest([nodes.seeds(n) for n in walked]),
-        "transforms": digest([(_text(n), nodes.parameters(n)) for n in walked]),
+        TRANSFORMS: Transforms.of([(_text(n), nodes.parameters(n)) for n in walked[::-1]]),
     }
 
 
@@ -132,6 +139,7 @@ def check_fingerprint(
     kind: str,
     keys: Sequence[str],
     optional: Sequence[str] = (),
+    if_data_changed: str = "",
 ) -> None:
     """Raises an error if another pipeline saved a state.
 
@@ -141,6 +149,7 @@ def check_fingerprint(
         kind: Name of the restoring pipeline, for messages.
         keys: Keys that the state must have besides the fingerprint.
         optional: Fields of the fingerprint that a state may lack.
+        if_data_changed: What to do if the data has changed on purpose, for example if it has grown.
 
     Raises:
         StateError: The state lacks a key or has another one, or has a field of the fingerprint
@@ -156,6 +165,8 @@ def check_fingerprint(
         )
     if changed:
         lines = [f"  {n}: saved {shortened(state[n])}, now {current[n]!r}" for n in changed]
+        if TRANSFORMS in changed and (change := _change(current[TRANSFORMS], state[TRANSFORMS])):
+            lines[changed.index(TRANSFORMS)] = f"  {TRANSFORMS}: {change}"
         remedy = "restore with the pipeline that saved the state."
         if "global_batch_size" in changed:
             remedy = (
@@ -163,9 +174,11 @@ def check_fingerprint(
                 " a whole cannot change its batch size during a run. To be able to change it in a"
                 f" new run, {HOW_TO_COUNT_RECORDS}"
             )
-        elif "transforms" in changed:
+        elif TRANSFORMS in changed:
             remedy += " All transformations and their options must be the same. If one is added or"
             remedy += " removed, the random seeds of the others change, too."
+        if {"records", "source"} & set(changed) and if_data_changed:
+            remedy += f" If the data has changed on purpose, {if_data_changed}"
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)
@@ -175,6 +188,12 @@ def check_fingerprint(
         raise StateError(
             f"the state of {kind} has other fields: {shortened(unknown)}.\n{UNCHANGED}"
         )
+
+
+def _change(now: Any, saved: Any) -> str:
+    """Returns a sentence about the transformation that changed, or "" if it cannot be found."""
+    known = isinstance(now, Transforms) and isinstance(saved, str)
+    return now.change_since(saved) if known else ""
 
 
 def _source(node: Any) -> tuple[Any, ...]:

@@ -1,0 +1,84 @@
+"""`Transforms`: a digest of a pipeline's transformations, from which a restore finds the change."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# Characters of the digest of all transformations, with six bits each. One more character follows
+# for each of the first transformations. A state has less than 200 bytes, so there are few.
+_OF_ALL, _MOST_NODES = 5, 8
+# Grain's name for the node of a transformation, such as "MapMapDataset(transform=decode)".
+_NODE = re.compile(r"(?P<kind>\w+?)(Map|Iter)Dataset\b(\(transform=(?P<function>.*)\))?")
+# Methods whose nodes have another name in Grain.
+_METHODS = {"with_options": "seed", "mixed": "mix", "prefetch": "to_iter_dataset"}
+
+
+class Transforms(str):
+    """The digest of the transformations of a pipeline, which also knows their names.
+
+    Attributes:
+        names: The names of the transformations, from the source on.
+    """
+
+    names: list[str]
+
+    @classmethod
+    def of(cls, described: Sequence[tuple[str, Any]]) -> Transforms:
+        """Returns the digest of some transformations.
+
+        Args:
+            described: The text and the arguments of each transformation, from the source on.
+        """
+        nodes = "".join(_characters(node, 1) for node in described[:_MOST_NODES])
+        transforms = cls(_characters(described, _OF_ALL) + nodes)
+        transforms.names = [_name(text) for text, _ in described]
+        return transforms
+
+    def change_since(self, saved: str) -> str:
+        """Returns a sentence about the first transformation that differs from a saved pipeline.
+
+        Example:
+            >>> source, decode = ("RangeMapDataset", ()), ("MapMapDataset(transform=decode)", ())
+            >>> saved = Transforms.of([source, ("ShuffleMapDataset", ())])
+            >>> Transforms.of([source, ("ShuffleMapDataset", ()), decode]).change_since(saved)
+            '.map (decode) after .shuffle was added'
+
+        Args:
+            saved: The digest of the saved pipeline.
+
+        Returns:
+            The sentence; "" if the digests do not show the transformation.
+        """
+        before, after = saved[_OF_ALL:], self[_OF_ALL:]
+        for change, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after).get_opcodes():
+            now = " and ".join(self.names[j1:j2])
+            place = f" after {self.names[j1 - 1]}" if j1 else ""
+            if change == "insert":
+                return f"{now}{place} was added"
+            if change == "delete":
+                return f"{i2 - i1} of the transformations{place} were removed"
+            if change == "replace":
+                return f"{now}{place} has other arguments, or was another transformation"
+        return ""
+
+
+def _characters(value: Any, count: int) -> str:
+    """Returns a digest of the repr of a value, of some characters with six bits each."""
+    return base64.urlsafe_b64encode(hashlib.sha256(repr(value).encode()).digest())[:count].decode()
+
+
+def _name(text: str) -> str:
+    """Returns the name of a transformation as users write it, such as ``.map (decode)``."""
+    node = _NODE.match(text)
+    if node is None:
+        return f".{text.split('(')[0]}" if text.startswith(("batch(", "mix")) else text
+    method = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node["kind"].lstrip("_")).lower()
+    if method in ("source", "range"):
+        return "the source"
+    function = "" if node["function"] is None else f" ({node['function']})"
+    return f".{_METHODS.get(method, method)}{function}"
