@@ -86,6 +86,13 @@ class StatefulIterator(StatefulLoader):
         self.next = state["next"]
 
 
+class NeedsArguments(StatefulLoader):
+    """Stands for MosaicML's StreamingDataset, whose loader knows the arguments."""
+
+    def state_dict(self, num_samples):
+        raise AssertionError("called without its loader")
+
+
 LOADERS = {
     "list": lambda: list(make_batches()),
     "generator": make_batches,
@@ -96,6 +103,7 @@ LOADERS = {
     "an iterator with a state": lambda: Restorable(list(make_batches())),
     "a loader with a state_dict": StatefulLoader,
     "an iterator with a state_dict": StatefulIterator,
+    "a state_dict with arguments": NeedsArguments,
 }
 ITERATORS_WITH_STATE = {"an iterator with a state", "an iterator with a state_dict"}
 MANY_PASSES = set(LOADERS) - {"generator"} - ITERATORS_WITH_STATE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -202,9 +203,20 @@ def _state_methods(of: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
     """Returns the methods that give and set the state of an iterator or loader, if it has them."""
     for names in _STATE_METHODS:
         get, set_ = (getattr(of, name, None) for name in names)
-        if callable(get) and callable(set_):
+        if callable(get) and callable(set_) and _takes(get) and _takes(set_, {}):
             return get, set_
     return None
+
+
+def _takes(method: Callable[..., Any], *args: Any) -> bool:
+    # The `state_dict` of MosaicML's StreamingDataset needs arguments that only its loader knows.
+    try:
+        inspect.signature(method).bind(*args)
+    except ValueError:  # a function of C without a signature
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _as_numpy(leaf: Any) -> Any:
