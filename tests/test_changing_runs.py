@@ -475,6 +475,10 @@ class TestEpochs:
             with pytest.raises(StopIteration):
                 next(epochs)
 
+    def test_an_item_is_no_batch_and_says_so(self):
+        with sharded(8).epochs(2) as epochs, pytest.raises(TypeError, match="for batch in batches"):
+            next(epochs)["id"]
+
     @pytest.mark.usefixtures("no_rereads")
     def test_the_next_epochs_first_batch_is_ready_when_an_epoch_ends(self):
         read = []

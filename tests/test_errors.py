@@ -66,9 +66,9 @@ AT_BUILD = {
         lambda: numbered(8, 8).shard_to(data_mesh(4), {}),
         "pass a Mesh alone, or a sharding or spec for each leaf.",
     ),
-    "a str does not say on which devices to place batches.": (
-        lambda: numbered(8, 8).shard_to("data"),
-        "pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.",
+    "8 does not say on which devices to place batches.": (
+        lambda: numbered(8, 8).shard_to({"data": 8}),
+        'pass a Mesh, such as jax.make_mesh((8,), ("data",)), a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.',
     ),
     "a list of devices has no mesh axis along which rows could be split.": (
         lambda: numbered(8, 8).shard_to(jax.devices()[:4], P("data")),
@@ -116,6 +116,11 @@ AT_BUILD = {
         lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
         "mesh:   data=4",
         "call .batch(B) with a larger B before .shard_to. (A .map over batches may follow .shard_to.)",
+    ),
+    ".seed cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4)).seed(5),
+        "mesh:   data=4",
+        "call .seed(s) above .shuffle, and so before .shard_to. (A .map over batches may follow .shard_to.)",
     ),
     ".filter cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).filter(bool),
@@ -183,9 +188,11 @@ AT_FIRST_BATCH = {
         "shorten the spec to length 1. The first entry is for the rows.",
     ),
     "batch['leaf1']: the leaf has no spec.": (
-        lambda: dicts(lambda i: i, lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data")}),
+        lambda: dicts(lambda i: i, lambda i: i).shard_to(
+            data_mesh(4), {"leaf0": P("data"), "lable": P("data")}
+        ),
         "leaf:   int64[4]   mesh: data=4",
-        "add this leaf to the specs, which have batch['leaf0'], batch['valid_mask'].",
+        "add this leaf to the specs. They name batch['lable'], which the batch does not have.",
     ),
     "batch['lable']: the tree of specs names a leaf that the batch does not have.": (
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),

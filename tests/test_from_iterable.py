@@ -232,9 +232,18 @@ def test_misuse_is_refused_and_says_what_to_do(call, message):
 
 
 def test_what_cannot_be_iterated_over_is_refused():
-    said = "int is not iterable: pass from_iterable an iterable of batches"
+    said = "got 3, which is not iterable: pass an iterable of batches"
     with pytest.raises(TypeError, match=said):
         from_iterable(3, rows="local")
+
+
+def test_a_class_is_called_for_its_batches():
+    class Batches:
+        __iter__ = staticmethod(make_batches)
+
+    ds = from_iterable(Batches)
+    assert str(ds) == "from_iterable(Batches)"
+    assert ids(ds.shard_to(data_mesh(2))) == EXPECTED
 
 
 @pytest.mark.parametrize(("said", "again"), [(None, None), ("local", "local")])

@@ -19,6 +19,10 @@ class TestCommand:
         "plan --hosts 8 --devices-per-host 2 --mesh data=4,model=4 --batch 64 --records 1000"
     )
 
+    def test_a_chip_that_is_given_is_named(self, capsys):
+        assert main([*self.ARGUMENTS.split(), "--hardware", "h100"]) == 0
+        assert "16 x h100 on 8 hosts" in capsys.readouterr().out
+
     def test_text(self, capsys):
         assert main([*self.ARGUMENTS.split(), "--record-bytes", "3000"]) == 0
         shown = capsys.readouterr().out

@@ -373,14 +373,15 @@ PAD = (
 )
 LAYOUT = "BatchLayout(divisor=2, shards=(0, 1), mesh=(data=2), num_hosts=1, amplification=1)"
 LONG_LAYOUT = "BatchLayout(divisor=9, shards=<9>, mesh=(), num_hosts=1, amplification=1)"
+DATASET = "<ShardedDataset of random access, 3 batches, 8 rows a batch, P('data'), mesh (data=2)>"
 BY_MESH = "ShardByMesh(shard_index=0, shard_count=1, drop_remainder=False)"
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (batches, "<ShardedDataset of random access, mesh (data=2), 3 batches>"),
-        (stream, "<ShardedDataset of stream, mesh (data=2)>"),
+        (batches, DATASET),
+        (stream, "<ShardedDataset of stream, P('data'), mesh (data=2)>"),
         (lambda: iter(stream()), "<ShardedIterator of stream, mesh (data=2), not begun>"),
         (lambda: batches().epochs(3), f"<Epochs: 3 of {ITERATOR.format('not begun')}>"),
         (lambda: next(batches().epochs(3)), "<EpochBatches: epoch 0, 3 of 3 batches left>"),

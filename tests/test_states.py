@@ -163,8 +163,8 @@ WRONG = [
     ),
     *(("random access", ("record",), value, "no such position") for value in (-1, 81)),
     *(("random access", ("epoch",), value, "no such position") for value in (-1, 1, 10**30)),
-    ("random access", ("kind",), "stream", "kind: saved 'stream', now "),
-    ("feeds", ("kind",), "stream", "kind: saved 'stream', now "),
+    ("random access", ("kind",), "stream", "of kind 'stream', and this is "),
+    ("feeds", ("kind",), "stream", "of kind 'stream', and this is "),
     ("feeds", ("remainder",), "drop", "remainder: saved 'drop', now "),
     ("feeds", ("feeds",), None, "feeds are None, not a dict"),
     ("feeds", ("feeds",), [1], r"feeds are \[1\], not a dict"),
@@ -469,3 +469,15 @@ def test_a_restore_names_the_transformation_that_changed(now, change):
     assert {type(value) for value in state.values()} <= {str, int}
     with pytest.raises(StateError, match=re.escape(f"  transforms: {change}")):
         iter(sharded(now(shuffled))).set_state(state)
+
+
+def test_a_state_of_another_kind_of_pipeline_is_refused_by_its_kind():
+    records = grain.MapDataset.range(16).map(lambda i: {"x": i})
+    random_access = records.batch(4).shard_to(data_mesh(2))
+    in_feeds = shared_out(records, 2, 4).shard_to(data_mesh(2))
+    for now, saved, kinds in (
+        (random_access, in_feeds, "of kind 'feeds', and this is a random-access pipeline"),
+        (in_feeds, random_access, "of kind 'random access', and this is feeds"),
+    ):
+        with pytest.raises(StateError, match=kinds):
+            iter(now).set_state(iter(saved).get_state())

@@ -111,7 +111,7 @@ class HostFeeds(HostBatches):
         raise ShardingError(
             "ds.epochs(n) needs random access: the length of an epoch of feeds is not known.",
             remedy="let make_feed return all epochs of a feed, each in an order of its own. If"
-            " make_feed begins with a MapDataset, call .shuffle().repeat(n) on that MapDataset. Or"
+            " make_feed begins with a MapDataset, call .seed(s).shuffle().repeat(n) on it. Or"
             " put the streams of the epochs into an InterleaveIterDataset with cycle_length=1."
             " docs/streams.md#several-epochs shows both.",
         )

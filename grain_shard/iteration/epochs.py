@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from grain_shard.iteration.host_batches import Position
 from grain_shard.iteration.iterator import ShardedIterator
@@ -181,6 +181,14 @@ class EpochBatches(Iterator[Batch]):
         """
         # One step, which an interrupt cannot leave half done.
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Raises a TypeError: an item of `epochs` is no batch, but the batches of an epoch."""
+        raise TypeError(
+            f"an item of ds.epochs(n) is an iterator over the batches of an epoch, so [{key!r}] is"
+            " not one of its leaves.\n"
+            "  remedy: loop over it, too: for batches in epochs: for batch in batches: ..."
+        )
 
     def __next__(self) -> Batch:
         if not self._epochs.left(self._moves, self._stop):

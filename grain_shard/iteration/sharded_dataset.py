@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import grain
 
 from grain_shard.collectives import require_order
-from grain_shard.errors import ShardingError, describe_mesh, require_int
+from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.together import AcrossHosts
@@ -174,8 +174,11 @@ class ShardedDataset(grain.IterDataset):
     def __repr__(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
+        size = self.host.compared.get("global_batch_size")
+        rows = f", {size} rows a batch" if isinstance(size, int) else ""
+        specs = ", ".join(dict.fromkeys(describe_spec(s.spec) for s in self.shardings.named()))
         mesh = describe_mesh(self.shardings.mesh_axes)
-        return f"<ShardedDataset of {self.host.kind}, mesh ({mesh}){count}>"
+        return f"<ShardedDataset of {self.host.kind}{count}{rows}, {specs}, mesh ({mesh})>"
 
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: batches on the devices cannot be batched again."""
@@ -184,6 +187,10 @@ class ShardedDataset(grain.IterDataset):
     def filter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: hosts could not agree on the batches that a filter drops."""
         self._refuse_regrouping(".filter", "filter the records in grain_shard.feeds")
+
+    def seed(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a `ShardingError`: no transformation before ``.shard_to`` would see the seed."""
+        self._refuse_regrouping(".seed", "call .seed(s) above .shuffle, and so")
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: Grain's worker processes must not hold batches on devices."""

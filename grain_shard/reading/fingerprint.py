@@ -155,6 +155,11 @@ def check_fingerprint(
         StateError: The state lacks a key or has another one, or has a field of the fingerprint
             that differs. The message names the keys and fields.
     """
+    if state.get("kind", current["kind"]) != current["kind"]:
+        raise StateError(
+            f"the state is of kind {shortened(state['kind'])}, and this is {kind}.\n"
+            "  remedy: restore with a pipeline of the kind that saved the state."
+        )
     missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
     changed = [name for name in current if name in state and state[name] != current[name]]
     if missing and (not changed or any(key in missing for key in keys)):

@@ -12,7 +12,7 @@ import grain
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, shortened
 from grain_shard.grain_inside import nodes
 from grain_shard.host_arrays import owned
 from grain_shard.state_json import NoState
@@ -77,8 +77,8 @@ def from_iterable(
         )
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__") or callable(source)):
         raise TypeError(
-            f"a {type(source).__name__} is not iterable: pass from_iterable an iterable of batches,"
-            " or a function that returns such an iterable."
+            f"from_iterable got {shortened(source)}, which is not iterable: pass an iterable of"
+            " batches, or a function that returns such an iterable."
         )
     return IterableBatches(source, rows)
 
@@ -129,14 +129,19 @@ class IterableBatches(grain.IterDataset):
 
     def __str__(self) -> str:
         rows = f", rows={self.rows!r}" if self.rows else ""
-        return f"from_iterable({type(self.source).__name__}{rows})"
+        is_class = isinstance(self.source, type)
+        name = (self.source if is_class else type(self.source)).__name__
+        return f"from_iterable({name}{rows})"
 
     def __iter__(self) -> grain.DatasetIterator:
         self.require_new_pass()
         if self.has_begun and self._methods is not None:
             with self.in_use:
                 self._methods[1](copy.deepcopy(self._beginning))
-        iterable = hasattr(self.source, "__iter__") or hasattr(self.source, "__getitem__")
+        # A class is called, as a function is: its methods are those of its objects.
+        iterable = not isinstance(self.source, type) and (
+            hasattr(self.source, "__iter__") or hasattr(self.source, "__getitem__")
+        )
         loader = self.source if iterable else self.source()
         name = type(self.source if iterable else iter(loader)).__name__
         return _Batches(loader, name, self)

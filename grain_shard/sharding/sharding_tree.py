@@ -9,7 +9,7 @@ always replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -257,7 +257,8 @@ class ShardingTree:
         prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         # For each leaf of the batch, the key path of its sharding in the prefix.
-        heads = [self._head(prefix, keys, leaf) for keys, leaf in leaves]
+        unused = [h for h in prefix if not any(keys[: len(h)] == h for keys, _ in leaves)]
+        heads = [self._head(prefix, keys, leaf, unused) for keys, leaf in leaves]
         fitting = {
             head
             for head, (_, leaf) in zip(heads, leaves, strict=True)
@@ -291,8 +292,16 @@ class ShardingTree:
             for head, (_, leaf) in zip(heads, leaves, strict=True)
         ]
 
-    def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
+    def _head(
+        self,
+        prefix: Mapping[KeyPath, Sharding],
+        keys: KeyPath,
+        leaf: Any,
+        unused: Sequence[KeyPath],
+    ) -> KeyPath:
         """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.
+
+        An error also names the entries of `prefix` that are `unused`, which may be misspelled.
 
         Raises:
             ShardingError: No start of the leaf's key path is in `prefix`.
@@ -301,7 +310,9 @@ class ShardingTree:
             if keys[:depth] in prefix:
                 return keys[:depth]
         problem = "the leaf has no spec."
-        remedy = f"add this leaf to the specs, which have {', '.join(map(path_of, prefix))}."
+        names = ", ".join(map(path_of, unused))
+        remedy = "add this leaf to the specs"
+        remedy += f". They name {names}, which the batch does not have." if names else "."
         if any(head[: len(keys)] == keys for head in prefix):
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."

@@ -164,9 +164,9 @@ def as_sharding(leaf: Any) -> Sharding:
     if by_mesh or isinstance(leaf, SingleDeviceSharding):
         return leaf
     raise ShardingError(
-        f"a {type(leaf).__name__} does not say on which devices to place batches.",
-        remedy="pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a"
-        " device, or a tree of these.",
+        f"{leaf!r} does not say on which devices to place batches.",
+        remedy='pass a Mesh, such as jax.make_mesh((8,), ("data",)), a NamedSharding over a Mesh of'
+        " devices, a SingleDeviceSharding, a device, or a tree of these.",
     )
 
 

@@ -315,6 +315,9 @@ class Stats:
         }
         return {f"{prefix}/{n}": v for n, v in found.items() if isinstance(v, int | float)}
 
+    def __repr__(self) -> str:
+        return str(self)  # the value of a notebook's cell
+
     def __str__(self) -> str:
         lines = [str(self.recent)]
         if self.read_threads is not None:

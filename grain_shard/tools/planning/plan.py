@@ -20,6 +20,7 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.planning.result import Plan, PlannedReads, RowReads
+from grain_shard.tools.planning.topology import UNKNOWN_KIND
 from grain_shard.tools.planning.warnings import find_warnings
 from grain_shard.training.hardware import HardwareType, detect_hardware
 from grain_shard.transforms.pad import PadToDivisible
@@ -114,8 +115,9 @@ def plan(
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())
     blocks = [num_shards(sharding) for sharding in target.named()] or [1]
+    kind = devices[0].device_kind
     planned = Plan(
-        device_kind=devices[0].device_kind,
+        device_kind=kind if hardware is None or kind != UNKNOWN_KIND else str(hardware),
         hardware=hardware or detect_hardware(devices[0]),
         num_devices=len(devices),
         num_hosts=len(needed.hosts),

@@ -22,6 +22,8 @@ from grain_shard.tools.extras import require
 
 # Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
 # none. Their values do not matter, because the topology is given by its name.
+# JAX's name for the kind of a device, where the devices only stand in for real ones.
+UNKNOWN_KIND = "unknown device"
 _NO_TPU_HERE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -123,7 +125,7 @@ class _StandIn:
     id: int
     process_index: int
     platform: str = "unknown"
-    device_kind: str = "unknown device"
+    device_kind: str = UNKNOWN_KIND
 
 
 def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> Mesh:
