@@ -113,9 +113,9 @@ LOOPS = ["the loop", "the loop, in with"]
 AT_PROMPT = "the loop is left, at a prompt"
 # How a host leaves while the others go on, and what they say of it, with the host's exit status.
 LEAVES = {
-    "leaves by break": ("host 2 left the loop after batch 21 of 40 (its program ended)", 0),
+    "leaves by break": ("host 2 left the loop after batch 21 of 40 (its program ended)", 1),
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
-    "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 0),
+    "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }

@@ -41,7 +41,10 @@ def reason(otherwise: str) -> str:
 
 
 def status() -> int:
-    """Returns the exit status that `sys.exit` asked for; 0 if it was not called."""
+    """Returns the exit status that `sys.exit` asked for; 0 if it was not called.
+
+    The status of a plain ``raise SystemExit(3)`` is not known, because Python calls no hook for it.
+    """
     status = _noted[0] if _noted else 0
     return (status or 0) & 0xFF if status is None or isinstance(status, int) else 1
 
