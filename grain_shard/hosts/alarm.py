@@ -172,10 +172,9 @@ class Alarm:
         if place != self._posted:
             if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
                 return
-            if place.left:
-                place = place._replace(left=exits.reason(place.left))
-            rounds.put(_PLACES, place)
-            self._posted = self._place = place
+            why = exits.reason(place.left) if place.left else place.left
+            rounds.put(_PLACES, Place(place.batches, why))
+            self._posted = place  # not `_place`, which the loop may have changed meanwhile
         if time.monotonic() >= self._compare_at or place.left is not None:
             self._compare_at = time.monotonic() + _COMPARE_S
             rounds.put(_ASKS, list(self._times.latest))
