@@ -47,7 +47,7 @@ def one_record_at_a_time(monkeypatch):
     monkeypatch.setattr(contents, "SOURCE", None)  # no record is read twice, to be compared
 
 
-@pytest.mark.usefixtures("one_record_at_a_time")
+@pytest.mark.usefixtures("one_record_at_a_time", "no_rereads")
 class TestSideBySide:
     @pytest.mark.parametrize(
         ("kind", "num_records", "together", "num_threads", "buffers"),
