@@ -80,7 +80,8 @@ def test_a_loop_that_is_left_while_its_place_is_being_posted_is_seen_to_be_left(
 
     def put_slowly(topic, value):
         put(topic, value)
-        here.leave("break")
+        if topic == "places":
+            here.leave("break")
 
     monkeypatch.setattr(rounds, "put", put_slowly)
     here.asks()
