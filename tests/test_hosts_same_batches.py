@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests.counting_source import Source, no_rereads
 from tests.on_hosts import assembled, or_traceback, own_parts
 
@@ -105,7 +106,7 @@ CASES = {
     ),
     "replicated": Case(spec=P(), amplification=(1, 2, 4)),
     "Explicit axes": Case(EXPLICIT, amplification=(1, 2, 2)),
-    "jax.make_mesh": Case(lambda devices: jax.make_mesh((8,), ("data",))),
+    "jax.make_mesh": Case(lambda devices: jax.make_mesh((8,), ("data",), devices=list(devices))),
     "a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2)),
     "leaves cut by different axes": Case(
         SEQ, {**ACROSS, "noise": P("data")}, amplification=(1, 2, 3)
@@ -230,6 +231,10 @@ def expected_batches(case):
     return [padded(batch, case.rows) for batch in batches]
 
 
+def expected_ids(case):
+    return [batch["id"][batch["valid_mask"]].tolist() for batch in expected_batches(case)]
+
+
 def padded(batch, rows):
     missing = rows - len(batch["id"])
     batch = {
@@ -267,7 +272,7 @@ def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(runs, name):
 @every_case
 def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
     case = CASES[name]
-    ids = [batch["id"][batch["valid_mask"]].tolist() for batch in expected_batches(case)]
+    ids = expected_ids(case)
     for hosts, results in of_each_host_count(runs, name):
         reads = [Counter(result["read"]) for result in results]
         mode = case.reads[HOSTS.index(hosts)]
@@ -301,6 +306,43 @@ def assert_read_once(case, ids, reads):
             if len(batch) == case.rows:
                 share = sum(of_host[record] for record in batch)
                 assert share - case.rows // hosts in (0, int(first in batch))
+
+
+# The other cases have their records in another order, or batches that are not those of `.batch`.
+PLANNED = CASES.keys() - {
+    "shuffle, repeat",
+    "batch, repeat",
+    "to_iter_dataset()",
+    "to_iter_dataset(options)",
+    "a map after batch",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_hosts_read_what_the_plan_says(runs, name):
+    """Every record that a host reads is one that the plan says, and the reverse."""
+    case = CASES[name]
+    (first, *_), sizes = expected_ids(case), {"num_records": case.num_records}
+    sizes["global_batch_size"] = len(first) if case.num_records > len(first) else case.rows
+    options = {key: case.options[key] for key in case.options.keys() & {"read", "remainder"}}
+    for hosts, results in of_each_host_count(runs, name):
+        stand_ins = hosts_mesh({"all": 8}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts)
+        plan = grain_shard.plan(case.mesh(stand_ins.devices), case.spec, **sizes, **options)
+        for host, result in enumerate(results):
+            steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]
+            planned, read = Counter(itertools.chain(*steps)), Counter(result["read"])
+            if not all(steps):  # a host with padding alone looks at one record, once
+                assert (read - planned) in (Counter(), Counter([0]))
+                read -= read - planned
+            assert read == planned
+            reads = plan.reads.hosts[host]
+            assert (reads.host, reads.rows_per_epoch) == (host, read.total())
+            assert case.num_records < case.rows or reads.rows_per_step == len(steps[0])
+            assert len(result["batches"]) == plan.steps_per_epoch
+            for batch in result["batches"]:
+                assert {shape[0] for shape, _ in batch.values()} == {plan.reads.padded_batch_size}
+                rows = [len(part) for _, parts in batch.values() for _, part in parts]
+                assert min(rows) == plan.rows_per_device
 
 
 @every_case

@@ -1,15 +1,14 @@
-"""The plan of a job, held against jobs that run and against the real topologies of TPUs.
+"""The plan of a job, held against the real topologies of TPUs.
 
 Expected rows come from `NamedSharding.devices_indices_map`, which no code of this package asks.
+Against jobs that run: test_hosts_same_batches.py.
 """
 
 import dataclasses
-import itertools
 import re
 from collections import Counter
 from importlib.util import find_spec
 
-import grain
 import jax
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import GrainShardError, ShardingError, rehearse
+from grain_shard import GrainShardError, ShardingError
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
-from tests.counting_source import Source, no_rereads
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -32,102 +30,6 @@ needs_libtpu = pytest.mark.skipif(
 def planned(axes, hosts, devices_per_host, spec=None, **options):
     mesh = hosts_mesh(axes, hosts=hosts, devices_per_host=devices_per_host)
     return grain_shard.plan(mesh, spec, **options)
-
-
-# Every record that a host of a real job reads is one that the plan says, and the reverse.
-HOSTS, PER_HOST, BY_DATA = 4, 2, P("data")
-
-
-def rows_mesh(devices):
-    return Mesh(devices, ("data",))
-
-
-def model_mesh(devices):
-    """A mesh whose model axis lies across the hosts: two of them need the same rows."""
-    return Mesh(devices.reshape(2, 4), ("model", "data"))
-
-
-class Case:
-    def __init__(self, mesh=rows_mesh, spec=BY_DATA, batch=8, records=22, **options):
-        self.mesh, self.spec, self.options = mesh, spec, options
-        self.batch, self.records = batch, records
-
-
-CASES = {
-    "1-D": Case(),
-    "jax.make_mesh": Case(lambda d: jax.make_mesh((8,), ("data",), devices=list(d))),
-    "no two rows of a host are neighbours": Case(lambda d: rows_mesh(d[[7, 0, 5, 2, 3, 4, 1, 6]])),
-    "data outside": Case(lambda d: Mesh(d.reshape(4, 2), ("data", "model"))),
-    "model over hosts, once": Case(model_mesh),
-    "model over hosts, needed": Case(model_mesh, read="needed"),
-    "model over hosts, the devices do not divide the batch": Case(model_mesh, batch=12),
-    "once, padded to the shards": Case(model_mesh, batch=14, read="once"),
-    "two axes on the rows": Case(
-        lambda d: Mesh(d.reshape(2, 2, 2), ("data", "model", "fsdp")), P(("fsdp", "data"))
-    ),
-    "leaves cut by different axes": Case(
-        lambda d: Mesh(d.reshape(2, 4), ("data", "seq")),
-        {"id": P("seq"), "tokens": P("data"), "valid_mask": P("data")},
-    ),
-    "replicated": Case(spec=P(), read="needed"),
-    "B not divisible by the shards": Case(batch=6),
-    "most hosts hold padding": Case(batch=16, records=3),
-    "drop": Case(remainder="drop"),
-    "no remainder": Case(records=24, remainder="error"),
-    "half of the devices": Case(lambda d: rows_mesh(d[::2]), batch=4),
-}
-
-
-@pytest.fixture(scope="module")
-def jobs():
-    """By case, what each host read."""
-    return rehearse.run(run_cases, CASES, hosts=HOSTS, devices_per_host=PER_HOST, timeout_s=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_hosts_read_what_the_plan_says(jobs, name):
-    case = CASES[name]
-    stand_ins = hosts_mesh({"all": 8}, hosts=HOSTS, devices_per_host=PER_HOST).devices
-    sizes = {"global_batch_size": case.batch, "num_records": case.records}
-    plan = grain_shard.plan(case.mesh(stand_ins), case.spec, **sizes, **case.options)
-    for host, of_host in enumerate(result[name] for result in jobs):
-        assert of_host["batches"] == plan.steps_per_epoch
-        assert of_host["shapes"] == {(plan.reads.padded_batch_size,)}
-        steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]
-        expected, read = Counter(itertools.chain(*steps)), Counter(of_host["read"])
-        if not all(steps):  # a host with padding alone looks at one record, once
-            assert (read - expected) in (Counter(), Counter([0]))
-            read -= read - expected
-        assert read == expected
-        reads = plan.reads.hosts[host]
-        assert (reads.host, reads.rows_per_epoch) == (host, read.total())
-        if plan.num_records >= plan.global_batch_size:
-            assert reads.rows_per_step == len(steps[0])
-        assert of_host["rows_per_device"] == plan.rows_per_device
-
-
-def run_cases(cases):
-    """On one host: of each case, an epoch, and which records were read for it."""
-    return {name: run_case(case, np.array(jax.devices())) for name, case in cases.items()}
-
-
-def run_case(case, devices):
-    source = Source(case.records)
-    ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i), "tokens": np.int32(i)})
-    batches = ds.batch(case.batch)
-    sharded = batches.shard_to(case.mesh(devices), case.spec, timeout_s=20, **case.options)
-    source.requests.clear()
-    with no_rereads(), iter(sharded) as batches:
-        # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
-        got = [jax.block_until_ready(batch) for batch in batches]
-    leaves = jax.tree.leaves(got)
-    return {
-        "batches": len(got),
-        "shapes": {leaf.shape for leaf in leaves},
-        "rows_per_device": min(leaf.addressable_shards[0].data.shape[-1] for leaf in leaves),
-        "read": source.read_for_batches(),
-    }
 
 
 # Real topologies of five kinds of chips.
