@@ -111,12 +111,12 @@ def test_a_right_pipeline_passes(name, tmp_path, no_worker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README", "ArrayRecord", "feeds"])
+@pytest.mark.parametrize("name", ["ArrayRecord", "feeds"])
 def test_a_worker_process_gives_the_same_batches(name, tmp_path):
     checked = check(PASS[name][0](tmp_path).shard_to(data_mesh(4)))
     (line,) = [line for line in checked.lines if line.name == WORKER]
     assert line.found == "ok"
-    assert line.compared.startswith({"README": "4", "ArrayRecord": "13", "feeds": "20"}[name])
+    assert line.compared.startswith({"ArrayRecord": "13", "feeds": "20"}[name])
 
 
 def test_the_first_batches_the_last_ones_and_some_in_the_middle_are_read(no_worker):

@@ -123,12 +123,6 @@ def rows_of_each_host_joined():
     return whole.ravel().tolist(), batch["x"].sharding.spec, int(batch["step"])
 
 
-@pytest.mark.slow
-def test_each_host_places_the_rows_that_it_has_loaded():
-    found = rehearse.run(rows_of_each_host_joined, hosts=2, devices_per_host=2)
-    assert found == [(list(range(8)), P("data"), 7)] * 2
-
-
 @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
 @pytest.mark.parametrize("seed_004_under_set_mesh", [False, True])
 def test_spmd_losses_are_those_of_one_device(num_devices, axis_type, seed_004_under_set_mesh):
@@ -285,7 +279,6 @@ class TestDataParallelTrainStep:
 
 def losses_of_each_placement():
     """Of a linear model on all devices of all hosts."""
-    refuse_collective_device_put()
 
     def loss_fn(params, batch):
         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -306,10 +299,17 @@ def losses_of_each_placement():
     return losses
 
 
+def on_each_host():
+    rows = rows_of_each_host_joined()
+    refuse_collective_device_put()
+    return rows, losses_of_each_placement()
+
+
 @pytest.mark.slow
-def test_on_two_hosts_losses_are_those_of_one():
-    (one,) = rehearse.run(losses_of_each_placement, hosts=1)
-    two = rehearse.run(losses_of_each_placement, hosts=2, devices_per_host=2)
+def test_two_hosts_place_the_rows_that_each_has_loaded_and_have_the_losses_of_one():
+    rows, two = zip(*rehearse.run(on_each_host, hosts=2, devices_per_host=2), strict=True)
+    assert rows == ((list(range(8)), P("data"), 7),) * 2
+    one = losses_of_each_placement()
     for losses in two:
         assert list(losses) == ["replicate", "fsdp", "not placed"]
         for of_placement in losses.values():

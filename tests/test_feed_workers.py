@@ -108,7 +108,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
 @slow
 @needs_shared_memory
 @pytest.mark.parametrize(
-    "how", ["never asked", "only begun", "close", "close twice", "break", "collect", "an error"]
+    "how", ["never asked", "only begun", "close twice", "break", "collect", "an error"]
 )
 def test_no_process_and_no_shared_memory_is_left_after(how):
     prefix = f"gs{uuid.uuid4().hex[:5]}"

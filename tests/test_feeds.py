@@ -304,8 +304,8 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go():
 
 @pytest.mark.parametrize(
     ("options", "num_workers"),
-    [(IN_TURN, 0), (grain.ReadOptions(), 0), pytest.param(IN_TURN, 2, marks=pytest.mark.slow)],
-    ids=["in turn", "ahead", "in workers"],
+    [(IN_TURN, 0), (grain.ReadOptions(), 0), pytest.param(IN_TURN, 1, marks=pytest.mark.slow)],
+    ids=["in turn", "ahead", "in a worker"],
 )
 @pytest.mark.parametrize(
     ("fail", "error", "match"),

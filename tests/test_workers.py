@@ -45,7 +45,7 @@ def augmented(i, rng):
 
 KINDS = {
     "random access": grain.MapDataset.range(110).seed(5).shuffle().random_map(augmented).batch(8),
-    "feeds": grain_shard.feeds(text.packed, num_feeds=4).batch(16),
+    "feeds": grain_shard.feeds(text.packed, num_feeds=2).batch(16),
 }
 
 
@@ -56,8 +56,8 @@ class TestTheSameAsWithout:
         self, ds
     ):
         found, state = [], None
-        # Five are more than there are feeds. The last one goes on to the end.
-        for num_workers, count in [(0, 2), (2, 5), (5, 3), (0, 1), (1, None)]:
+        # Three are more than there are feeds. The last two go on to the end.
+        for num_workers, count in [(0, 2), (1, 5), (3, 3), (0, 1), (2, None)]:
             found += with_states(ds.shard_to(data_mesh(4), num_workers=num_workers), state, count)
             state = found[-1][1]
         batches, states = zip(*found, strict=True)
@@ -68,7 +68,7 @@ class TestTheSameAsWithout:
         assert_no_child_is_left()
 
     def test_in_a_used_iterator_at_the_end_and_with_padding(self):
-        ds = numbered(21, 8).shard_to(data_mesh(8), num_workers=2, remainder="pad")
+        ds = numbered(21, 8).shard_to(data_mesh(8), num_workers=1, remainder="pad")
         with iter(ds) as iterator:
             every = ids(iterator)
             assert every == [list(range(8)), list(range(8, 16)), list(range(16, 21))]
@@ -146,7 +146,8 @@ class TestErrors:
             return {"id": np.int32(i)}
 
         ds = grain.MapDataset.range(40).map(decode).batch(8)
-        with iter(ds.shard_to(data_mesh(2), num_workers=2)) as iterator:
+        num_workers = 2 if error is ZeroDivisionError else 1
+        with iter(ds.shard_to(data_mesh(2), num_workers=num_workers)) as iterator:
             if "terminated" not in match:  # a worker that dies may take its last batch with it
                 assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
             for _ in range(2):
