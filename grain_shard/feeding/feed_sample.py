@@ -46,25 +46,22 @@ class FeedSample(Sample):
         self._feeds, self._rules, self._position = ds.feeds, rules, position
         self._stage: Background[list[FeedTurn], list[Any]] | None = None
 
-    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row]]:
+    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row | None]]:
         of_feeds = collections.defaultdict[int, list[int]](list)
         for record in records:
             of_feeds[self._places[record][0]].append(record)
         for feed, wanted in of_feeds.items():
-            places = [(record, self._places[record][1]) for record in sorted(wanted)]
+            places = {record: self._places[record][1] for record in wanted}
+            # Without a mask, the batch does not show which of its rows are padding.
+            rows, missing = list[Any](), None if self._mask_key is None else NO_ROW
             try:
-                rows = self._rows_of(feed, 1 + places[-1][1])
-            except StopIteration:
-                return  # stopped, or too late
+                rows = self._rows_of(feed, 1 + max(places.values()))
+            except StopIteration:  # stopped, or too late
+                missing = None
             except Exception as error:
-                if not is_transient(error):
-                    yield from ((record, Row.lost(describe_error(error))) for record in wanted)
-                continue
-            for record, row in places:
-                if row < len(rows):
-                    yield record, Row.of(rows[row])
-                elif self._mask_key is not None:  # the batch shows that it has a row there
-                    yield record, NO_ROW
+                missing = None if is_transient(error) else Row.lost(describe_error(error))
+            for record, row in places.items():
+                yield record, Row.of(rows[row]) if row < len(rows) else missing
 
     def _rows_of(self, feed: int, count: int) -> list[Any]:
         """Reads the first rows of a new stream of a feed.

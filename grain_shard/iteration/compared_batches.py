@@ -12,6 +12,7 @@ from absl import logging
 from grain_shard.background import TaskStage
 from grain_shard.grain_inside.nodes import read_by_threads
 from grain_shard.reading.contents import Contents
+from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.rereads import Leaves, Maker, Sample, compare
 from grain_shard.tasks import Producer
 from grain_shard.trees import Batch
@@ -57,12 +58,17 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
         batches: The stage.
         rereads: The records that are read again.
         contents: Notes that threads were compared, and which leaves are random.
+        faults: Returns the counts of failed reads.
     """
 
     def __init__(
-        self, batches: TaskStage[tuple[Batch, Any]], rereads: Iterable[Reread], contents: Contents
+        self,
+        batches: TaskStage[tuple[Batch, Any]],
+        rereads: Iterable[Reread],
+        contents: Contents,
+        faults: Callable[[], FaultCounts],
     ):
-        self._batches, self._contents = batches, contents
+        self._batches, self._contents, self._faults = batches, contents, faults
         self._rereads = [
             one for one in rereads if not (one.maker.has_threads and contents.is_reread)
         ]
@@ -72,10 +78,12 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
         while self._begun:
             self._compare(*self._begun[0])
             del self._begun[0]
-        item = next(self._batches)
-        for sample, maker in ((one.sample(), one.maker) for one in self._rereads):
-            sample.unsteady = self._contents.unsteady
-            self._begun.append((maker, sample, sample.given(item[0])))
+        item, counts = next(self._batches), self._faults()
+        # A record that was left out after several tries may be readable now, and no other world.
+        if not (counts.retries and counts.bad_records):
+            for sample, maker in ((one.sample(), one.maker) for one in self._rereads):
+                sample.unsteady = self._contents.unsteady
+                self._begun.append((maker, sample, sample.given(item[0])))
         self._rereads = []
         return item
 

@@ -187,7 +187,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
-        compared = ComparedBatches(batches, opened.rereads, host.contents)
+        compared = ComparedBatches(batches, opened.rereads, host.contents, opened.faults)
         placed = Background(
             place, compared, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )

@@ -264,18 +264,17 @@ class Sample:
         """Reads a record by Grain alone, without the fast paths of the pipeline's threads."""
         return self._records[record]
 
-    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row]]:
-        """Reads records in the calling thread, one after the other; yields each with its row.
+    def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row | None]]:
+        """Reads records in the calling thread, one after the other.
 
-        A record is left out if another try may succeed after the error of reading it.
+        Yields:
+            Each record and its row; None in place of the row if another try may read it.
         """
         for record in records:
             try:
                 row = Row.of(self.read(record))
             except Exception as error:
-                if is_transient(error):
-                    continue
-                row = Row.lost(describe_error(error))
+                row = None if is_transient(error) else Row.lost(describe_error(error))
             yield record, row
 
     def stop(self) -> None:
@@ -292,25 +291,23 @@ class Sample:
         The leaves that differ are counted in `unsteady`.
 
         Args:
-            alone: The records to read, with the leaves that they had.
+            alone: The records to read, at least one, with the rows that they had.
             reads: The least number of reads.
             least_s: The least time in seconds in which the reads take place.
         """
-        until, left = time.perf_counter() + least_s, reads
-        while True:
-            before = left
-            for record, again in self.alone(alone):
-                if is_lost(again.leaves) != is_lost(alone[record].leaves):
-                    return False
-                found = list(self.differences(record, again.leaves, alone[record]))
-                self.unsteady.update({one.path for one in found})
-                if found:
-                    return False
-                left -= 1
-                if self.is_stopped or (left <= 0 and time.perf_counter() > until):
-                    return True
-            if left == before:  # no record can be read now
+        until = time.perf_counter() + least_s
+        endless = itertools.chain.from_iterable(map(self.alone, itertools.repeat(alone)))
+        for record, again in endless:
+            if again is None or is_lost(again.leaves) != is_lost(alone[record].leaves):
                 return False
+            found = list(self.differences(record, again.leaves, alone[record]))
+            self.unsteady.update({one.path for one in found})
+            if found:
+                return False
+            reads -= 1
+            if self.is_stopped or (reads <= 0 and time.perf_counter() > until):
+                break
+        return True
 
     def differences(self, record: int, got: Leaves, alone: Row) -> Iterator[Difference]:
         """Yields the leaves of a record that differ between two readings, without random leaves."""
@@ -322,8 +319,9 @@ class Sample:
         read: dict[int, Row] = {}
         until, kept = time.perf_counter() + _ALONE_S, 0
         for record, row in self.alone(self.indices):
-            read[record] = row
-            kept += _num_bytes(row)
+            if row is not None:
+                read[record] = row
+                kept += _num_bytes(row)
             is_full = kept > _BYTES and len(read) >= _FEWEST
             if self.is_stopped or is_full or time.perf_counter() > until:
                 break
@@ -435,8 +433,12 @@ def compare(
         if differs := _other_than_given(sample, given, alone):
             if sample.is_steady(alone, 0, _DOUBT_S) and not sample.is_stopped:
                 raise _error(sample, differs, maker.name, maker)
-        elif not maker.has_threads or (sample.unsteady and sample.together(alone)[0] is None):
+        elif not maker.has_threads:
             break  # without random leaves, no difference is left
+        elif not alone:
+            pass  # no record can be read now
+        elif sample.unsteady and sample.together(alone)[0] is None:
+            break
         elif differs := _raced(sample, alone):
             raise _error(sample, differs, _SEVERAL, maker)
         if sample.is_stopped:
