@@ -19,7 +19,7 @@ from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import shared_reads
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import SharedReads
+from grain_shard.reading.shared_reads import SharedReads, _Lines
 from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait
@@ -426,3 +426,28 @@ def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, end):
     assert [next(batches).item() for _ in range(end)] == list(range(end))
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(batches)
+
+
+def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypatch):
+    begin, done, has_asked = _Lines.begin, _Lines.done, threading.Event()
+
+    def begin_and_tell(lines, line):
+        part = begin(lines, line)
+        if line.taken:
+            has_asked.set()
+        return part
+
+    def done_late(lines, task):
+        has_asked.wait(60)
+        return done(lines, task)
+
+    monkeypatch.setattr(_Lines, "begin", begin_and_tell)
+    monkeypatch.setattr(_Lines, "done", done_late)
+    monkeypatch.setattr(shared_reads, "_CHEAP_S", 60.0)
+    reads, given = SharedReads(Faults(FAIL_AT_ONCE), 64), []
+    elements = reads.elements(grain.MapDataset.range(64), 0, ahead=True)
+    thread = threading.Thread(target=given.extend, args=(elements,), daemon=True)
+    thread.start()
+    thread.join(30)
+    reads.close()
+    assert given == list(range(64))

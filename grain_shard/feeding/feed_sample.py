@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -79,7 +80,8 @@ class FeedSample(Sample):
                 raise StopIteration
             return next(stage)
         finally:
-            stage.close()
+            with contextlib.suppress(Exception):  # the feeds that run raise it when they are closed
+                stage.close()
 
     def stop(self) -> None:
         super().stop()

@@ -104,8 +104,12 @@ class SharedReads(TaskStage[None]):
                 if (part := self._lines.begin(line)) is not None:
                     yield from line.evaluated(part)
                     continue
-                if not self.wait_for(lambda: line.taken in line.come):
+                # A reader may note only now that the records are cheap, and read no more of them.
+                self.wait_for(lambda: line.taken in line.come or line.is_for_consumer)
+                if self._is_stopped:
                     raise RuntimeError("the reads of this feed were stopped: the loop has ended")
+                if line.taken not in line.come:
+                    continue
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
                     elements[0].throw()
@@ -209,6 +213,11 @@ class _Line:
         """
         return self._ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
 
+    @property
+    def is_for_consumer(self) -> bool:
+        """True if the consumer should evaluate the next record, which no reader has begun."""
+        return not (self.is_for_readers or self.ahead)
+
     def took(self, seconds: float, count: int) -> None:
         """Notes the time of one more read.
 
@@ -294,7 +303,7 @@ class _Lines(Tasks[None]):
             The part (a range of records); None if readers evaluate the next records.
         """
         with self._lock:
-            if not (self._stopped or line.is_for_readers or line.ahead):
+            if line.is_for_consumer and not self._stopped:
                 return line.begin(line.next_size(self._share(line)))
         self._wanted.ring()  # if the line's records have turned out slow, readers may evaluate them
         return None
