@@ -227,6 +227,14 @@ class TestRetries:
         pauses = np.diff([0.0, *tries])
         np.testing.assert_allclose(pauses, [0.1, 0.3, 0.9, 2.7, 8.1, 10, 10])
 
+    def test_nothing_is_tried_again_once_it_is_stopped_in_a_pause(self, monkeypatch):
+        counting, tries = Faults(FaultRules(retries=7)), []
+        monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.1)
+        monkeypatch.setattr(faults.time, "sleep", lambda seconds: counting.stop())
+        error = OSError("away")
+        assert counting.recovered(error, lambda: tries.append(1)).error is error
+        assert not tries
+
     def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, kind):
         """A frame that has failed, and whose read was healed by another try, may hold much."""
 

@@ -51,7 +51,7 @@ class Lengths(grain.IterDataset):
 
     def __init__(self, parent):
         super().__init__(parent)
-        self.parent = parent
+        self.parent, self.found = parent, ([], {})
 
     def __iter__(self):
         return iter(self.parent.map(length))
@@ -134,6 +134,14 @@ def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_change
     before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
     assert len(record_streams(replaced(ds))) == 2
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
+
+
+def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents(replaced):
+    ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
+    ours = replaced(ds)
+    assert ours.found is ds.found
+    assert ours.parent is ours.parents[0]
+    assert ours.parent is not ds.parent
 
 
 @pytest.mark.parametrize(

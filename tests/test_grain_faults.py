@@ -14,9 +14,11 @@ Not here, and why:
 """
 
 import contextlib
+import json
 import pickle
 
 import grain
+import jax
 import numpy as np
 import pytest
 from absl import flags
@@ -24,7 +26,7 @@ from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
 
 import grain_shard
 from grain_shard import BatchLayout, ShardBatch, ShardingError
-from tests.conftest import Made, MadeIterator, data_mesh, numbered
+from tests.conftest import Made, MadeIterator, data_mesh, ids, numbered
 from tests.test_lifecycle import run, script
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
@@ -81,6 +83,32 @@ def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows():
     shared.unlink_on_del()
 
 
+def test_a_state_of_concat_then_split_does_not_survive_json_and_ours_does():
+    # It compares slices with tuples; JSON, as in Grain's own checkpoints, has none.
+    records = [{"x": np.arange(5 + i % 37)} for i in range(60)]
+
+    def rows():
+        ds = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
+        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct={"x": 32})
+
+    def after(state):
+        iterator = iter(rows())
+        iterator.set_state(json.loads(json.dumps(state)))
+        return [row["x"].tolist() for row in iterator]
+
+    iterator = iter(rows())
+    next(iterator)
+    state = iterator.get_state()
+    expected = [row["x"].tolist() for row in iterator]
+    assert after(state) != expected
+
+    ours = iter(rows().batch(1).shard_to(jax.make_mesh((1,), ("data",))))
+    next(ours)
+    state = json.loads(json.dumps(ours.get_state()))
+    ours.set_state(state)
+    assert [np.asarray(batch["x"])[0].tolist() for batch in ours] == expected
+
+
 class TestWorkers:
     @pytest.mark.slow
     def test_they_do_not_start_in_a_plain_script(self, tmp_path):
@@ -128,6 +156,21 @@ class TestWorkers:
         # Instead: test_batches_stay_intact_when_all_are_kept in test_workers.py.
 
         # What this package does instead: TestC10 in test_workers.py.
+
+
+def test_a_numpy_integer_in_a_state_does_not_save(mesh):
+    def state_of(given):
+        deep = {"er": np.bool_(True)}
+        return {"given": np.int64(given), "list": [np.float32(0.5)], "deep": deep}
+
+    source = with_state(state_of, lambda k: {"id": np.full(8, k)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps(iter(source.map(lambda b: b)).get_state())
+    ds = source.shard_to(mesh)
+    with iter(ds) as iterator, iter(ds) as restored:
+        next(iterator), next(iterator)
+        restored.set_state(json.loads(json.dumps(iterator.get_state())))
+        assert ids([next(restored)]) == ids([next(iterator)]) == [[2] * 8]
 
 
 def repeated(ds):

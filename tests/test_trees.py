@@ -304,6 +304,12 @@ def test_whole_trees_are_checked_as_well(name):
         assert remedy in str(refusal.value)
 
 
+def test_a_batch_with_a_list_of_numbers_is_refused():
+    batches = grain_shard.from_iterable([{"id": np.arange(4), "x": [1, 2, 3, 4]}])
+    with refused("batch['x']: there is a list of numbers"):
+        next(iter(batches.shard_to(data_mesh(2))))
+
+
 SCRIPT = """
 import concurrent.futures, dataclasses, multiprocessing, typing
 import grain, jax, numpy as np, grain_shard

@@ -169,6 +169,14 @@ class TestErrors:
 
 @slow
 class TestLife:
+    def test_breaking_early_leaves_no_process_and_no_thread(self):
+        ds = numbered(400, 8).shard_to(data_mesh(2), num_workers=2)
+        for batch in ds:
+            assert ids([batch]) == [list(range(8))]
+            assert len(children()) == 2
+            break
+        assert_no_child_is_left()
+
     def test_so_does_close_while_a_worker_is_busy(self, tmp_path):
         flag = str(tmp_path / "busy")
 
