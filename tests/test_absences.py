@@ -1,11 +1,10 @@
 """Which waits for other hosts end, and whom the error names."""
 
 import json
-from unittest import mock
 
 import pytest
 
-from grain_shard.hosts import absences, alarm
+from grain_shard.hosts import absences
 from grain_shard.hosts.absences import Absences
 from tests.on_hosts import KeyValues
 
@@ -69,22 +68,3 @@ def test_a_host_says_that_it_has_no_data(waits):
     waits(of, 11)
     of.without_data("7")
     assert rounds.get_all("absent") == {0: ["7", NO_DATA]}
-
-
-def test_a_loop_that_is_left_while_its_place_is_being_posted_is_seen_to_be_left(monkeypatch):
-    monkeypatch.setattr(alarm, "listener_of", lambda client: mock.Mock(alarms={}, asked=0))
-    monkeypatch.setattr(alarm, "runtime_client", lambda: None)
-    rounds = KeyValues().rounds(host=0, num_hosts=2)
-    here = alarm.Alarm(rounds, mock.Mock(taken=3), first=0, total=10, late=lambda: None)
-    here.is_agreed, put = True, rounds.put
-
-    def put_slowly(topic, value):
-        put(topic, value)
-        if topic == "places":
-            here.leave("break")
-
-    monkeypatch.setattr(rounds, "put", put_slowly)
-    here.asks()
-    for expected in ([4, None], [3, "break"]):
-        here.look(at_exit=True)
-        assert rounds.get_all("places") == {0: expected}

@@ -21,7 +21,7 @@ from absl import logging
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.hosts import alarm
+from grain_shard.hosts import blocked
 from grain_shard.tools.rehearse import host_process
 from tests.conftest import HANG_S, eventually
 from tests.on_hosts import data_mesh
@@ -285,7 +285,7 @@ def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
 def what_a_loop_that_stands_still_lives_through():
     """Host 0 stands still, as in a collective, when host 1 has failed; it is told to stay."""
     os.environ["GRAIN_SHARD_END_PROCESS"] = "0"
-    alarm._STILL_S = 0.5
+    blocked._STILL_S = 0.5
     lines, logged = [], threading.Event()
 
     def keep(line):

@@ -22,6 +22,7 @@ from absl import logging
 
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import exits
+from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.rounds import Store
 
 # Keys of the store: the messages for a host, by the numbers of host and message; and the topic
@@ -46,7 +47,7 @@ class Hears(Protocol):
     others: list[int]
     all_know: bool
     is_agreed: bool
-    is_at_end: bool
+    progress: Progress
 
     def hear(self, text: str) -> None: ...
     def sound(self, error: BaseException) -> None: ...
@@ -141,7 +142,7 @@ class Listener:
         unhandled = exits.unhandled()
         # Most likely the unhandled error has closed the iterator of `left_last`.
         known = (*self.alarms.values(), self.left_last)
-        alarms = [alarm for alarm in known if alarm is not None and not alarm.is_at_end]
+        alarms = [alarm for alarm in known if alarm is not None and not alarm.progress.is_at_end]
         if unhandled is not None and alarms:
             for alarm in alarms:
                 alarm.sound(unhandled)

@@ -1,0 +1,146 @@
+"""`Progress`: how far the training loop of this host has come, which it tells beside the loop.
+
+Each host posts its place, and the times at which its loop asked for batches. The first host
+compares them with those of all other hosts. So it finds a host that has left the loop while others
+go on, and a host that is one batch ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from absl import logging
+
+from grain_shard.hosts import exits
+from grain_shard.hosts.asks import AT_END, IN_RUN, Asks, describe, one_ahead, step_s
+from grain_shard.hosts.compare import hosts_text
+from grain_shard.hosts.places import Place, left_early
+from grain_shard.hosts.rounds import Rounds
+
+# Seconds between the close of an iterator and the report that the loop was left. An error that
+# closed the iterator is reported meanwhile.
+_ERROR_MAY_COME_S = 2.0
+# The topics of the places of all hosts and of the times of their calls, and the key that says that
+# all have left at the same batch.
+_PLACES, _ASKS, _OVER = "places", "asks", "over"
+# Seconds between two comparisons of the times. When a host has reached the end of the data, the
+# others stand still if they take no batch for so many seconds, and for so many steps.
+_COMPARE_S, _ENDS_TOGETHER_S, _STEPS_TO_END = 4.0, 5.0, 3.0
+
+
+class Progress:
+    """How far the training loop of this host has come in the batches of one iterator.
+
+    Args:
+        rounds: The rounds of the iterator, which have its name and its hosts.
+        first: Number of batches before the first one of the iterator.
+        total: Number of all batches, with those before `first`; None if it is not known.
+
+    Attributes:
+        is_at_end: True once the training loop has got all batches.
+        all_left: True once all hosts have left the loop at the same batch.
+    """
+
+    def __init__(self, rounds: Rounds, first: int, total: int | None):
+        self._rounds, self._first, self._total = rounds, first, total
+        self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
+        self._asks, self._compare_at = Asks(), 0.0
+        self._steps_in_time = _StepsInTime(rounds)
+        self.is_at_end = self.all_left = False
+
+    def asks(self, taken: int) -> None:
+        """Notes that the loop asks for a batch.
+
+        Args:
+            taken: Number of batches that the loop has got.
+        """
+        if self._place.left is None:
+            self._place = Place(taken + (self._first + taken != self._total), None)
+            self._asks.note(taken)
+
+    def leave(self, taken: int, why: str) -> None:
+        """Notes that the loop takes no more batches; a second call does nothing.
+
+        Args:
+            taken: Number of batches that the loop has got.
+            why: The reason; "" at the end of the data.
+        """
+        if self._place.left is None:
+            self.is_at_end = not why or self._first + taken == self._total
+            self._left_at = time.monotonic()
+            self._place = Place(taken, "" if self.is_at_end else why)
+
+    def look(self, *, at_exit: bool = False) -> str | None:
+        """Posts the place of this host. The first host also compares the places of all hosts.
+
+        Args:
+            at_exit: True if the process ends.
+
+        Returns:
+            The error that the first host has found; None if there is none.
+        """
+        place, rounds = self._place, self._rounds
+        if place != self._posted:
+            if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
+                return None
+            why = exits.reason(place.left) if place.left else place.left
+            rounds.put(_PLACES, place._replace(left=why))
+            self._posted = place  # the loop may have gone on meanwhile, so `_place` stays
+        if time.monotonic() >= self._compare_at or place.left is not None:
+            self._compare_at = time.monotonic() + _COMPARE_S
+            rounds.put(_ASKS, list(self._asks.latest))
+        if not rounds.is_leader:
+            self.all_left = place.left is not None and bool(rounds.wait(_OVER, 1))
+            return None
+        places = {host: Place(*place) for host, place in rounds.get_all(_PLACES).items()}
+        of = "" if self._total is None else f" of {self._total:,}"
+        error = left_early(places, len(rounds.hosts), self._first, of)
+        if error == "":
+            rounds.put_once(_OVER, True)
+            rounds.delete(f"{_PLACES}/")
+            rounds.delete(f"{_ASKS}/")
+            self.all_left = True
+            return None
+        return error or self._steps_in_time.error(places)
+
+
+class _StepsInTime:
+    """Finds hosts that are one batch ahead of others, from the times of the calls of ``next``."""
+
+    def __init__(self, rounds: Rounds):
+        self._rounds, self._has_warned = rounds, False
+        self._places, self._still_since = dict[int, Place](), math.inf
+
+    def error(self, places: Mapping[int, Place]) -> str | None:
+        """Warns once if hosts are one batch ahead of others.
+
+        Args:
+            places: The place of each host.
+
+        Returns:
+            The error, if the hosts that are ahead have reached the end of the data, and the others
+            have not; None otherwise.
+        """
+        now, at_end = time.monotonic(), {h for h, place in places.items() if place.left == ""}
+        if places != self._places:
+            self._places, self._still_since = dict(places), now
+        still_s = now - self._still_since
+        if self._has_warned and not (at_end and still_s > _ENDS_TOGETHER_S):
+            return None
+        asks = self._rounds.get_all(_ASKS)
+        slow_steps_s = _STEPS_TO_END * max(map(step_s, asks.values()))
+        is_end = bool(at_end) and still_s > max(_ENDS_TOGETHER_S, slow_steps_s)
+        ahead, behind = one_ahead(asks, AT_END if is_end else IN_RUN)
+        if not ahead:
+            return None
+        text = describe(ahead, behind)
+        if is_end and at_end >= set(ahead) and not at_end & set(behind):
+            return (
+                f"{text}\n  {hosts_text(ahead)} reached the end of the data, and waits for nobody."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning("grain_shard: %s", text)
+        return None
