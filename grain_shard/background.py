@@ -47,9 +47,10 @@ _WAKE_S = 1.0
 # less time. With many threads no thread waits, because unfinished results alone fill the half.
 _LINGER_S = 5e-3
 
-_stages: weakref.WeakSet[TaskStage[Any]] = weakref.WeakSet()  # the stages with started threads
+_stages: weakref.WeakSet[TaskStage[Any]] = weakref.WeakSet()
 
 
+@atexit.register
 def _end_all() -> None:
     for stage in _stages.copy():
         try:
@@ -89,6 +90,7 @@ class TaskStage(OrderedResults[T]):
         self._to_close = [tasks]  # empty once the tasks are closed
         self._close_errors: list[BaseException] = []
         self._to_start = [0]  # the rank of the first thread; empty once that thread is started
+        _stages.add(self)
         # True once close() will not raise any more, so that errors of closing are logged.
         self._nobody_closes = False
 
@@ -100,7 +102,6 @@ class TaskStage(OrderedResults[T]):
             rank = self._to_start.pop()
         except IndexError:  # another call has started the thread
             return
-        _stages.add(self)
         # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit hook
         # that was registered last runs first. So `_end_all` is registered again, to end the threads
         # before the other hooks run.

@@ -501,6 +501,11 @@ EXITS = {
         del iterator
         closing.wait()
         """,
+    "with a stream and feeds of which nobody asked for a batch": """
+        stream = grain.MapDataset.range(64).map(lambda i: {"id": i}).to_iter_dataset().batch(8)
+        iterators = iter(stream.shard_to(mesh())), iter(feeds().shard_to(mesh()))
+        print("end")
+        """,
     "while it is busy below an iterator of Grain's": """
         iterator = iter(pipeline().map(lambda batch: batch))
         next(iterator)
