@@ -1,8 +1,8 @@
 """`PRIVATE_NAMES`: the private names of Grain that this folder uses, and the cost without each.
 
 Without such a name, Grain's public functions give the same batches. But they are slower, or the
-hosts compare less. So the first stage in a process looks for all names, and logs those that this
-version of Grain does not have.
+hosts compare less. So the first stage in a process looks for all names, and logs the names that
+this version of Grain does not have.
 """
 
 from __future__ import annotations

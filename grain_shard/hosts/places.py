@@ -15,7 +15,7 @@ from grain_shard.hosts.compare import hosts_text
 
 
 class Place(NamedTuple):
-    """How far the training loop of a host has come.
+    """The progress of the training loop of a host.
 
     Attributes:
         batches: Number of batches of the iterator that the loop has got or asks for.

@@ -1,8 +1,8 @@
-"""`Progress`: how far the training loop of this host has come, which it tells beside the loop.
+"""`Progress`: the progress of this host's training loop, which hosts compare beside the loop.
 
 Each host posts its place, and the times at which its loop asked for batches. The first host
-compares them with those of all other hosts. So it finds a host that has left the loop while others
-go on, and a host that is one batch ahead.
+compares the places and the times of all hosts. So it finds a host that has left the loop while
+others go on, and a host that is one batch ahead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from grain_shard.hosts.rounds import Rounds
 # Seconds between the close of an iterator and the report that the loop was left. An error that
 # closed the iterator is reported meanwhile.
 _ERROR_MAY_COME_S = 2.0
-# The topics of the places of all hosts and of the times of their calls, and the key that says that
-# all have left at the same batch.
+# The topics of the places of all hosts and of the times of their calls. The key exists once all
+# hosts have left at the same batch.
 _PLACES, _ASKS, _OVER = "places", "asks", "over"
 # Seconds between two comparisons of the times. When a host has reached the end of the data, the
 # others stand still if they take no batch for so many seconds, and for so many steps.
@@ -31,7 +31,7 @@ _COMPARE_S, _ENDS_TOGETHER_S, _STEPS_TO_END = 4.0, 5.0, 3.0
 
 
 class Progress:
-    """How far the training loop of this host has come in the batches of one iterator.
+    """The progress of the training loop of this host in the batches of one iterator.
 
     Args:
         rounds: The rounds of the iterator, which have its name and its hosts.

@@ -101,7 +101,7 @@ class Run:
 
 
 class Cursor(NamedTuple):
-    """Where an iterator stands, as one value.
+    """The run and the position of an iterator, as one value.
 
     One assignment replaces the whole value. So an interrupt never leaves half of a change.
 
@@ -221,7 +221,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             raise
 
     def _end_or_break(self, at: Cursor, error: BaseException) -> None:
-        """Decides what follows an error in the thread of the training loop.
+        """Keeps an error of the training loop's thread as the end, or breaks the run.
 
         An error of this package stays. Any other error is an interrupt, after which a batch of the
         run may be missing.
