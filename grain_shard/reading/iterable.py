@@ -129,7 +129,7 @@ class IterableBatches(grain.IterDataset):
 
     def __str__(self) -> str:
         rows = f", rows={self.rows!r}" if self.rows else ""
-        is_class = isinstance(self.source, type)
+        is_class = inspect.isclass(self.source)
         name = (self.source if is_class else type(self.source)).__name__
         return f"from_iterable({name}{rows})"
 
@@ -138,12 +138,12 @@ class IterableBatches(grain.IterDataset):
         if self.has_begun and self._methods is not None:
             with self.in_use:
                 self._methods[1](copy.deepcopy(self._beginning))
+        source = self.source
         # A class is called, as a function is: its methods are those of its objects.
-        iterable = not isinstance(self.source, type) and (
-            hasattr(self.source, "__iter__") or hasattr(self.source, "__getitem__")
-        )
-        loader = self.source if iterable else self.source()
-        name = type(self.source if iterable else iter(loader)).__name__
+        is_class = inspect.isclass(source)
+        iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+        loader: Any = source if iterable and not is_class else source()
+        name = type(source if loader is source else iter(loader)).__name__
         return _Batches(loader, name, self)
 
 
