@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from grain_shard.bell import Bell
+from grain_shard.errors import GrainShardError
 from grain_shard.ordered_results import OrderedResults
 from grain_shard.pace import Pace
 from grain_shard.spans import ROOM, span
@@ -57,6 +58,10 @@ def _end_all() -> None:
             stage.close()
         except BaseException as error:
             log_unclosed(error)
+
+
+class ForkedError(GrainShardError, RuntimeError):
+    """This process was forked, and the background threads do not run in it."""
 
 
 class TaskStage(OrderedResults[T]):
@@ -155,7 +160,7 @@ class TaskStage(OrderedResults[T]):
         Raises:
             BaseException: The error of a task, or StopIteration at the end, once all threads have
                 ended without the event.
-            RuntimeError: This is a forked process, in which the threads do not run.
+            ForkedError: This is a forked process, in which the threads do not run.
         """
         # An error does not end the wait at once: an unfinished task may still cause the event.
         has_come_now = self._wait(
@@ -189,7 +194,7 @@ class TaskStage(OrderedResults[T]):
             True if the event has happened; False if the stage was stopped; None after `wait_s`.
 
         Raises:
-            RuntimeError: This is a forked process, in which the threads do not run.
+            ForkedError: This is a forked process, in which the threads do not run.
         """
         self.start()
         until = time.monotonic() + wait_s
@@ -202,7 +207,7 @@ class TaskStage(OrderedResults[T]):
             come = bell.wait_for(lambda: self._is_stopped or has_come(), min(_WAKE_S, left_s))
             self._pace.consumer_goes_on(time.perf_counter())
             if not come and not any(thread.is_alive() for thread in self.threads):
-                raise RuntimeError(
+                raise ForkedError(
                     "os.fork() made this process and copied no threads, so the iterator cannot make"
                     " batches here.\n"
                     "  remedy: call iter(ds) after the fork, in the process that loops over the"

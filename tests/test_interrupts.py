@@ -3,9 +3,12 @@
 On one of several hosts it is an error on all.
 """
 
+import contextlib
 import gc
 import itertools
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import grain
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import rehearse
+from grain_shard import StateError, rehearse
 from grain_shard.iteration.iterator import ShardedIterator
 from tests.conftest import assert_ended, background_threads, data_mesh, numbered
 from tests.on_hosts import own_rows
@@ -173,6 +176,64 @@ def test_an_interrupted_stream_without_a_state_says_that_it_cannot_go_on():
     assert "an interrupt" in error.value.__notes__[0]
     iterator.reset()
     assert own_rows(next(iterator)) == {i: i for i in range(8)}
+
+
+@pytest.mark.parametrize("call", ["set_state", "next"])
+def test_a_state_of_other_records_is_refused_after_an_interrupt_at_any_line(call):
+    def sharded(first):
+        records = [{"id": np.int32(first + i)} for i in range(64)]
+        return grain.MapDataset.source(records).batch(8).shard_to(data_mesh(2))
+
+    with iter(sharded(0)) as saved:
+        next(saved)
+        state = saved.get_state()
+
+    def interrupted(line, work):
+        interrupt = Interrupt(line)
+        with interrupt, contextlib.suppress(KeyboardInterrupt, StateError):
+            work()
+        return interrupt.where
+
+    for line in itertools.count(1, 7):
+        with iter(sharded(1000)) as iterator:
+            where = interrupted(line * (call == "set_state"), lambda: iterator.set_state(state))
+            is_restored = iterator.get_state()["step"] == 1
+            if call == "next":
+                where = interrupted(line, lambda: next(iterator))
+            if is_restored:
+                with pytest.raises(StateError, match="changed since the state was saved"):
+                    next(iterator)
+            else:
+                assert own_rows(next(iterator))[0] == 1000
+        if where is None:
+            return
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
+def test_an_error_of_a_signal_handler_is_an_interrupt(error):
+    def handler(number, frame):
+        raise error("preempted")
+
+    asked = threading.Event()
+
+    def load(i):
+        if i == 16 and not asked.is_set():
+            asked.set()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        return {"id": np.int32(i)}
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        records, rows, errors = grain.MapDataset.range(32).map(load), [], 0
+        with iter(records.batch(8).shard_to(data_mesh(2), num_threads=1)) as iterator:
+            while len(rows) < 4:
+                try:
+                    rows.append(own_rows(next(iterator))[0])
+                except error:
+                    errors += 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (rows, errors) == ([0, 8, 16, 24], 1)
 
 
 ENDLESS = {

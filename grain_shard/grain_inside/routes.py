@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -345,7 +346,9 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
             if time.perf_counter() > until:
                 break
     except BaseException as error:
-        if not taken:
+        is_main = threading.current_thread() is threading.main_thread()
+        is_interrupt = is_main and not isinstance(error, Exception)  # such as Ctrl-C
+        if is_interrupt or not taken:
             raise
         taken.append(Unreadable(error))
     return taken

@@ -88,8 +88,8 @@ class Epochs(ShardedIterator):
             self._last = last
             raise
 
-    def go_to(self, position: Position | None) -> None:
-        super().go_to(position)
+    def _go_to(self, position: Position | None, digest: str) -> None:
+        super()._go_to(position, digest)
         self._has_ended = False
 
     @property

@@ -109,6 +109,7 @@ class Cursor(NamedTuple):
         run: The run whose batches the iterator hands out.
         position: The position after the last batch that was handed out.
         moves: Number of times that the user has sent the iterator to another position.
+        digest: The digest of a restored state that is not compared with the source yet; or "".
         is_broken: True if an interrupt came while the run was used. The run is then of no more use:
             a batch may be missing. The next call closes it and opens another one at `position`.
     """
@@ -116,6 +117,7 @@ class Cursor(NamedTuple):
     run: Run
     position: Position
     moves: int = 0
+    digest: str = ""
     is_broken: bool = False
 
 
@@ -168,8 +170,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._dropped = across, dropped
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._world, self._saved_digest = World(), ""
-            self._at = self._open(None, 0)
+            self._world = World()
+            self._at = self._open(None)
 
     def __repr__(self) -> str:
         axes = describe_mesh(self._placer.mesh_axes)  # "" without a mesh, on a single device
@@ -178,7 +180,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
-    def _open(self, position: Position | None, moves: int) -> Cursor:
+    def _open(self, position: Position | None, moves: int = 0, digest: str = "") -> Cursor:
         host, meter = self._host, self._meter
         opened = host.open(position)
         batches = opened.batches
@@ -201,7 +203,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             )
         meter.opens(opened.reads, opened.faults)
         run = Run(batches, placed, stage, together, opened.first_digest)
-        return Cursor(run, opened.position, moves)
+        return Cursor(run, opened.position, moves, digest)
 
     def __next__(self) -> Batch:
         self.start_prefetch()
@@ -226,7 +228,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         An error of this package stays. Any other error is an interrupt, after which a batch of the
         run may be missing.
         """
-        if isinstance(error, GrainShardError | RuntimeError):  # also that of a forked process
+        if isinstance(error, GrainShardError):
             at.run.end = at.run.end or Raised(error, error.__traceback__)
         elif (failure := at.run.together.interrupted(error)) is not None:
             at.run.end = Raised(failure, None)
@@ -244,7 +246,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         run.batches.wait_for(lambda: contents.is_read)
         by_record = {
             NOW: contents.by_record(contents.digest),
-            SAVED: contents.by_record(self._saved_digest),
+            SAVED: contents.by_record(at.digest),
         }
         fields = {
             **self._host.next_batch(at.position),
@@ -256,7 +258,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         agreed = run.together.compare(fields, self._placer.digest, contents.is_steady)
         if contents.digest and not agreed:
             contents.leave_out()
-        contents.digest, self._saved_digest = agreed, ""
+        contents.digest = agreed
         run.has_compared = True
 
     def _next_placed(self, at: Cursor) -> Placed:
@@ -299,7 +301,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last batch that ``next`` returned, as plain JSON."""
-        digest = self._host.contents.digest or self._saved_digest
+        digest = self._host.contents.digest or self._at.digest
         return with_digest(self._host.to_state(self._at.position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -322,8 +324,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         self.get_state()  # raises if the iterator has no state: then it cannot restore one either
         state, digest = without_digest(state)
-        self.go_to(self._host.from_state(state))
-        self._saved_digest = digest
+        self._go_to(self._host.from_state(state), digest)
 
     def write_state(self, directory: Any) -> None:
         """Writes the state into files of a folder. Every host has to call this.
@@ -422,10 +423,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Args:
             position: The position of an iterator over the same dataset; None for the beginning.
         """
+        self._go_to(position, digest="")
+
+    def _go_to(self, position: Position | None, digest: str) -> None:
         self._require_open()
         self._dropped = None
-        self._open_anew(position, self._at.moves + 1)
-        self._saved_digest = ""
+        self._open_anew(position, self._at.moves + 1, digest)
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -442,7 +445,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _reopen(self) -> None:
         """Goes on at the present position with another run, after an interrupt."""
         try:
-            self._open_anew(self._at.position, self._at.moves)
+            self._open_anew(self._at.position, self._at.moves, self._at.digest)
         except GrainShardError as error:
             error.add_note(
                 "grain_shard: an interrupt ended the last call of next, which may have lost a batch"
@@ -450,15 +453,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             )
             raise
 
-    def _open_anew(self, position: Position | None, moves: int) -> None:
+    def _open_anew(self, position: Position | None, moves: int, digest: str) -> None:
         at = self._at
         self._at = at._replace(is_broken=True)
         try:
             at.run.close()  # before the next run opens, which may read from the same source
         except Exception:  # of the user's own close: the next run opens all the same
-            self._at = self._world.run(self._open, position, moves)
+            self._at = self._world.run(self._open, position, moves, digest)
             raise
-        self._at = self._world.run(self._open, position, moves)
+        self._at = self._world.run(self._open, position, moves, digest)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Writes the state in the background, for Orbax's v1 API.
