@@ -71,7 +71,7 @@ class Alarm:
         self._stage: TaskStage[Any] | AgreedEnd[Any] | None = stage
         self._failure: AgreementError | None = None
         self.all_know = self.is_agreed = self.compares = False
-        self._is_over = False  # True once the loop has got an error, or the iterator is closed
+        self._is_over = False  # True after an error, at the end, and after `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
@@ -130,6 +130,7 @@ class Alarm:
         """
         if (stage := self._stage) is not None:
             self.progress.leave(stage.taken, why)
+            self._is_over |= self.progress.is_at_end
 
     def look(self, *, at_exit: bool = False) -> None:
         """Compares the progress of all hosts. The listening thread calls this every few seconds.

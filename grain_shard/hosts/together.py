@@ -250,20 +250,18 @@ class Together:
         if alarm.compares:
             alarm.sound(error)
 
-    def interrupted(self, error: BaseException) -> AgreementError | None:
-        """Tells the other hosts that an interrupt ended a call of ``next``, such as Ctrl-C.
+    def interruption(self, error: BaseException) -> AgreementError | None:
+        """Returns the error that ``next`` of this host raises from now on, after an interrupt.
 
         Args:
-            error: The interrupt.
+            error: The interrupt, such as KeyboardInterrupt.
 
         Returns:
-            The error that ``next`` of this host raises from now on; None if no other host knows of
-            the iterator, so that it may go on.
+            The error; None if this host does not listen to others yet, so that it may go on alone.
         """
         alarm, rounds = self._alarm, self._rounds
         if alarm is None or rounds is None:
             return None
-        self.failed(error)
         return AgreementError(
             f"{type(error).__name__} interrupted a call of next on this host, host {rounds.host}."
             " So all hosts stop.\n"

@@ -82,6 +82,11 @@ class Run:
         self.together.close()
         self.stage.close()
 
+    @property
+    def is_running(self) -> bool:
+        """True if a background thread has not ended, for example inside the user's code."""
+        return any(t.is_alive() for stage in (self.batches, self.placed) for t in stage.threads)
+
     def repeats(self, error: BaseException) -> bool:
         """Returns True if an error is that of the background threads, which ``stage`` repeats."""
         ends = self.batches.known().end, self.placed.known().end
@@ -230,8 +235,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         if isinstance(error, GrainShardError):
             at.run.end = at.run.end or Raised(error, error.__traceback__)
-        elif (failure := at.run.together.interrupted(error)) is not None:
+        elif (failure := at.run.together.interruption(error)) is not None:
+            # Before the other hosts are told, because a second interrupt may cut that short.
             at.run.end = Raised(failure, None)
+            at.run.together.failed(error)
         else:
             self._at = at._replace(is_broken=True)
 
@@ -458,9 +465,16 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._at = at._replace(is_broken=True)
         try:
             at.run.close()  # before the next run opens, which may read from the same source
-        except Exception:  # of the user's own close: the next run opens all the same
-            self._at = self._world.run(self._open, position, moves, digest)
+        except Exception:
+            if not at.run.is_running:  # an error of the user's own close, and no interrupt
+                self._at = self._world.run(self._open, position, moves, digest)
             raise
+        if self._host.ends_by_vote and at.run.is_running:
+            raise GrainShardError(
+                f"a thread is still inside the source of the {self._host.kind}, and would share it"
+                " with the next thread.\n"
+                "  remedy: make the same call again, once the source has returned."
+            )
         self._at = self._world.run(self._open, position, moves, digest)
 
     async def save(self, directory: Any) -> Awaitable[None]:
@@ -514,8 +528,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         at = self._at
         try:
             at.run.start()
-        except BaseException:
-            self._at = at._replace(is_broken=True)
+        except BaseException as error:
+            self._end_or_break(at, error)
             raise
 
     def close(self) -> None:
