@@ -17,9 +17,16 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import StateError, rehearse
+from grain_shard import StateError, background, rehearse
 from grain_shard.iteration.iterator import ShardedIterator
-from tests.conftest import assert_ended, background_threads, data_mesh, numbered
+from tests.conftest import (
+    assert_ended,
+    background_threads,
+    data_mesh,
+    eventually,
+    numbered,
+    wait,
+)
 from tests.on_hosts import own_rows
 from tests.pipelines import feeds_of
 
@@ -176,6 +183,44 @@ def test_an_interrupted_stream_without_a_state_says_that_it_cannot_go_on():
     assert "an interrupt" in error.value.__notes__[0]
     iterator.reset()
     assert own_rows(next(iterator)) == {i: i for i in range(8)}
+
+
+class Blocked:
+    """An iterator of a user with a state, whose second batch waits for an event."""
+
+    def __init__(self):
+        self.at, self.goes_on, self.is_inside = 0, threading.Event(), threading.Event()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 1:
+            self.is_inside.set()
+            wait(self.goes_on)
+        self.at += 1
+        return {"id": np.arange(8) + 8 * self.at}
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(monkeypatch):
+    monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.01)
+    source = Blocked()
+    with iter(grain_shard.from_iterable(source).shard_to(data_mesh(2))) as iterator:
+        assert own_rows(next(iterator))[0] == 8
+        wait(source.is_inside)
+        with pytest.raises(KeyboardInterrupt), Interrupt(30):
+            next(iterator)
+        with pytest.raises(grain_shard.GrainShardError, match="still inside the source"):
+            next(iterator)
+        source.goes_on.set()
+        eventually(lambda: not iterator._at.run.is_running)
+        assert [own_rows(next(iterator))[0] for _ in range(2)] == [16, 24]
 
 
 @pytest.mark.parametrize("call", ["set_state", "next"])

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import grain
 
 from grain_shard.background import Background, TaskStage
-from grain_shard.errors import GrainShardError, ShardingError, describe_mesh
+from grain_shard.errors import GrainShardError, ShardingError, StateError, describe_mesh
 from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
@@ -453,7 +453,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Goes on at the present position with another run, after an interrupt."""
         try:
             self._open_anew(self._at.position, self._at.moves, self._at.digest)
-        except GrainShardError as error:
+        except (ShardingError, StateError) as error:
             error.add_note(
                 "grain_shard: an interrupt ended the last call of next, which may have lost a batch"
                 " of the stream. So the stream has to go back to its position, and cannot."
