@@ -444,7 +444,7 @@ class TestPrefetchState:
         wait(inside)
         thread = threading.Thread(target=iterator.set_state, args=(state,))
         thread.start()
-        eventually(lambda: iterator._at.run.stage._is_stopped)
+        eventually(lambda: iterator._at.run.stage._crew.is_stopped)
         go_on.set()
         thread.join(HANG_S)
         assert values(iterator) == PAIRS
