@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import multiprocessing
 import sys
 import threading
 import time
@@ -78,6 +79,21 @@ def no_thread_outlives_its_test(request):
 def no_pause_before_another_try(monkeypatch):
     """Removes the pauses before a failed read is tried again, so that tests do not wait."""
     monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["grain", "jax", "hypothesis", "pytest"])
+
+
+@pytest.fixture(autouse=True)
+def workers_are_forks(request, monkeypatch):
+    """Forks worker processes from one that has imported Grain, which takes a worker a second.
+
+    They have the environment that this one began with. Tests of how workers start and end have the
+    mark `spawn`, and start them as Grain does.
+    """
+    if request.node.get_closest_marker("spawn") is None:
+        monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.__getitem__)
 
 
 @pytest.fixture(name="no_rereads")

@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import subprocess
-import sys
 from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +17,7 @@ from grain_shard import StateError, show
 from grain_shard.digest import element_digest
 from tests.conftest import data_mesh, ids
 from tests.pipelines import after, flat, going_on, shared_out
+from tests.programs import run
 
 
 class Files:
@@ -206,13 +205,11 @@ def digests():
     return [element_digest(element) for element in ELEMENTS]
 
 
-def test_digests_tell_elements_apart_and_are_the_same_in_every_process():
+def test_digests_tell_elements_apart_and_are_the_same_in_every_process(tmp_path):
     assert len(set(digests())) == len(digests())
     script = "from tests.test_contents import digests; print(*digests())"
-    other = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True
-    )
-    assert other.stdout.decode().split() == digests()
+    _, out, err = run(script, tmp_path / "program.py")
+    assert out.split() == digests(), err
 
 
 ROWS = np.arange(6, dtype=np.int32).reshape(2, 3)

@@ -1,7 +1,6 @@
 """`num_workers` for feeds: rows that come from several processes, errors, and the workers' end.
 
-What holds of random access, too: test_workers.py. Most of these start processes, a second or two
-each; hence few and long tests.
+What holds of random access, too: test_workers.py.
 """
 
 import gc
@@ -19,8 +18,8 @@ import pytest
 import grain_shard
 from tests.conftest import Made, MadeIterator, background_threads, data_mesh, eventually, ids
 from tests.pipelines import assert_same, feeds_of, with_states
+from tests.programs import start
 from tests.test_feeds import unclosable
-from tests.test_lifecycle import start
 from tests.test_workers import assert_no_child_is_left, children
 
 slow = pytest.mark.slow
@@ -108,7 +107,11 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
 @slow
 @needs_shared_memory
 @pytest.mark.parametrize(
-    "how", ["never asked", "only begun", "close twice", "break", "collect", "an error"]
+    "how",
+    [
+        *("never asked", "only begun", "close twice", "break", "collect"),
+        pytest.param("an error", marks=pytest.mark.spawn),
+    ],
 )
 def test_no_process_and_no_shared_memory_is_left_after(how):
     prefix = f"gs{uuid.uuid4().hex[:5]}"

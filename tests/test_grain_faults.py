@@ -27,7 +27,7 @@ from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
 import grain_shard
 from grain_shard import BatchLayout, ShardBatch, ShardingError
 from tests.conftest import Made, MadeIterator, data_mesh, ids, numbered
-from tests.test_lifecycle import run, script
+from tests.programs import run, script
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
 

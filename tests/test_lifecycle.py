@@ -1,22 +1,17 @@
 """The life of the whole chain: C8 (a clean life) and C9 (bounded memory)."""
 
+import contextlib
 import gc
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
-from pathlib import Path
 
 import grain
 import jax
 import numpy as np
 import pytest
 
-from grain_shard import DevicePut, ShardingTree
-from grain_shard.threads import closing, crew, results
+from grain_shard import DevicePut, ShardingTree, background, tasks
 from tests.conftest import (
     HANG_S,
     Made,
@@ -29,6 +24,7 @@ from tests.conftest import (
     wait,
 )
 from tests.pipelines import IN_TURN, Odd, feeds_of
+from tests.programs import run, script, start
 
 
 def number(i):
@@ -162,9 +158,7 @@ class TestWhatCannotBeClosed:
     @pytest.fixture
     def logged(self, monkeypatch):
         errors = []
-        monkeypatch.setattr(
-            closing.logging, "error", lambda text, exc_info: errors.append(exc_info)
-        )
+        monkeypatch.setattr(tasks.logging, "error", lambda text, exc_info: errors.append(exc_info))
         return errors
 
     @pytest.mark.parametrize(
@@ -224,7 +218,7 @@ class TestWhatCannotBeClosed:
         ]
 
     def test_after_close_has_waited_long_enough_it_is_logged(self, mesh, logged, monkeypatch):
-        monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.01)
         goes_on = threading.Event()
         iterator = iter(Unclosable(wait_for=goes_on).shard_to(mesh))
         next(iterator)
@@ -367,89 +361,29 @@ class TestMemory:
                 eventually(lambda: len(read) == 8 * (k + 1 + 4 + 2))
 
 
-def script(*parts):
-    """A program of these parts. `decode` decides what reading a record of its pipeline does."""
-    return textwrap.dedent("""\
-            import os, signal, sys, threading, time
-            import grain, jax, numpy as np
-            import grain_shard
-            jax.config.update("jax_num_cpu_devices", 2)
-
-            def mesh():
-                return jax.make_mesh((2,), ("data",))
-
-            def pipeline(decode=lambda i: {"id": np.int32(i), "x": np.zeros(1000)}, **options):
-                ds = grain.MapDataset.range(100_000).map(decode).batch(8)
-                return ds.shard_to(mesh(), **options)
-
-            def feeds():
-                def make_feed(feed):
-                    records = grain.MapDataset.range(100_000).map(lambda i: {"id": i})
-                    return records[feed.shard_index :: feed.shard_count].to_iter_dataset()
-
-                return grain_shard.feeds(make_feed, num_feeds=2).batch(8)
-
-            """) + "".join(map(textwrap.dedent, parts))
-
-
 # Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
 BLOCKED_THREADS_ARE_LEFT_SOON = """
-        from grain_shard.threads import crew
-        crew._JOIN_TIMEOUT_S = 0.5
+        from grain_shard import background
+        background._JOIN_TIMEOUT_S = 0.5
         """
-
-
-def start(code, path, *arguments, **options):
-    path.write_text(code)
-    root = str(Path(__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", str(path), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        cwd=path.parent,
-        **options,
-    )
 
 
 def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypatch):
     """After a moment (`_LINGER_S`) it would go on anyway. Here the moment is long."""
-    monkeypatch.setattr(results, "_LINGER_S", HANG_S)
-    buffer, rooms = results.Results(4), []
-    for number in range(buffer.size):
-        buffer.put(buffer.begin(), number)
-
-    def is_enough(room):
-        rooms.append(room)
-        return room > 0
-
-    waiting = threading.Thread(target=lambda: buffer.wait_for_room(is_enough, lingers=True))
-    waiting.start()
-    eventually(lambda: buffer.waits_for_room)
-    assert buffer.take() == 0
-    eventually(lambda: 1 in rooms and rooms[-1] == 0)  # there is room for one; it waits for two
-    assert waiting.is_alive()
-    assert buffer.take() == 1
-    waiting.join(HANG_S)
-    assert rooms[-1] == 2
-
-
-def run(code, path, *arguments):
-    """Exit code, stdout and stderr; fails if it hangs, and leaves no process behind."""
-    process = start(code, path, *arguments)
-    try:
-        out, err = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"hangs; so far:\n{out}\n{err}")
-    # Grain unlinks shared memory in a thread of its own, and late. What is left at the end, the
-    # resource tracker unlinks, and says so in two lines; with Grain alone, too.
-    lines = err.splitlines(keepends=True)
-    leaks = {k for k, line in enumerate(lines) if "leaked shared_memory objects" in line}
-    err = "".join(line for k, line in enumerate(lines) if not {k, k - 1} & leaks)
-    return process.returncode, out, err
+    monkeypatch.setattr(background, "_LINGER_S", HANG_S)
+    source = tasks.Items(iter(range(9)))
+    stage = background.Background(str, source, buffer_size=4, name="grain-shard")
+    rooms, draw, looked, has_room = [], stage._tasks.draw, [], stage._has_room
+    monkeypatch.setattr(stage._tasks, "draw", lambda room: rooms.append(room) or draw(room))
+    monkeypatch.setattr(stage, "_has_room", lambda n=0: looked.append(n) or has_room(n))
+    with contextlib.closing(stage):
+        stage.start()
+        eventually(lambda: rooms == [4, 3, 2, 1])
+        next(stage)
+        eventually(lambda: 2 in looked)
+        assert len(rooms) == 4
+        next(stage)
+        eventually(lambda: rooms == [4, 3, 2, 1, 2, 1])
 
 
 EXITS = {
@@ -539,7 +473,7 @@ def test_in_a_forked_process_next_is_an_error_and_close_waits_for_no_lock(ds, tm
         def hold():  # as a thread that is about to go on with its work
             for thing in gc.get_objects():
                 module = str(type(thing).__module__)
-                if module.startswith(("grain_shard.threads", "grain_shard.feeding")):
+                if module.startswith(("grain_shard.background", "grain_shard.feeding")):
                     for value in list(getattr(thing, "__dict__", {}).values()):
                         if hasattr(value, "acquire") and value.acquire(blocking=False):
                             taken.append(value)

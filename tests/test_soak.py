@@ -71,6 +71,7 @@ def test_a_case_that_fails_is_written_down_and_the_soak_goes_on(tmp_path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.spawn
 def test_a_case_that_hangs_is_ended_and_the_next_one_runs(tmp_path):
     worker, (number,) = Worker(tmp_path / "printed"), of_kind("pipelines", 1)
     try:

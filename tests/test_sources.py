@@ -22,7 +22,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
 from grain_shard.sources import array_record_source, record_files
 from tests.conftest import HANG_S, data_mesh, ids
-from tests.test_lifecycle import run
+from tests.programs import run
 
 SIZES = [7, 1, 20, 4]  # records of each file
 TOTAL = sum(SIZES)

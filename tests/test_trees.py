@@ -7,8 +7,6 @@ import decimal
 import enum
 import functools
 import pathlib
-import subprocess
-import sys
 import types
 from typing import NamedTuple
 
@@ -23,6 +21,7 @@ import grain_shard
 from grain_shard import ShardingError
 from tests.conftest import data_mesh, refused, to_numpy
 from tests.pipelines import KINDS
+from tests.programs import run
 
 
 @functools.partial(
@@ -343,7 +342,6 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_class_of_the_main_script_is_itself_elsewhere_or_refused_by_name(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+    _, out, err = run(SCRIPT, tmp_path / "script.py")
     rows, unknown = str([0, 1, 2, 3]), "JAX knows no tree of the class Row in this process."
-    assert done.stdout.split("\n")[:-1] == [rows] * 6 + [rows, unknown, unknown] * 2, done.stderr
+    assert out.split("\n")[:-1] == [rows] * 6 + [rows, unknown, unknown] * 2, err

@@ -1,7 +1,6 @@
 """`num_workers`: Grain's worker processes, with the same batches as without, and C10.
 
-More about feeds: test_feed_workers.py. All of these start processes, a second or two each; hence
-few and long tests.
+More about feeds: test_feed_workers.py.
 """
 
 import gc
@@ -25,7 +24,7 @@ from grain_shard import ShardingError
 from tests import text
 from tests.conftest import assert_ended, data_mesh, eventually, ids, numbered
 from tests.pipelines import Odd, assert_same_batches, shared_out, with_states
-from tests.test_lifecycle import run, script
+from tests.programs import run, script
 
 slow = pytest.mark.slow
 MEMORY_MAP = Path("/proc/self/maps")
@@ -168,6 +167,7 @@ class TestErrors:
 
 
 @slow
+@pytest.mark.spawn
 class TestLife:
     def test_breaking_early_leaves_no_process_and_no_thread(self):
         ds = numbered(400, 8).shard_to(data_mesh(2), num_workers=2)
@@ -237,6 +237,7 @@ class TestC10:
     """C10: on a TPU machine a second process cannot open the chip."""
 
     @slow
+    @pytest.mark.spawn
     @pytest.mark.parametrize(
         ("batched", "num_workers"),
         [
