@@ -187,10 +187,7 @@ def test_bad_records_are_masked_and_counted(executor, mesh):
 @contextlib.contextmanager
 def opened_by_a_host(kind, address):
     """An executor for one host. The workers of Dask and Ray serve both hosts."""
-    if kind == "threads":
-        with concurrent.futures.ThreadPoolExecutor(2) as executor:
-            yield executor
-    elif kind == "processes":
+    if kind == "processes":
         with spawned(2) as executor:
             yield executor
     elif kind == "dask":
@@ -218,7 +215,7 @@ def on_two_hosts(kind, address):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("kind", EXECUTORS[1:])
 def test_two_hosts_have_the_batches_of_threads(kind, request):
     executor, address = request.getfixturevalue(kind), None  # a host starts its own workers
     if kind == "dask":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
-from grain_shard.threads.tasks import Raised, Task
+from grain_shard.tasks import Raised, Task
 
 # If records are read one by one, a `Read` takes as many records as it can read in about this many
 # seconds. Shorter reads would cost too much, because each read costs some microseconds. In a longer
@@ -61,12 +61,22 @@ class Sink(Protocol):
         """
         ...
 
-    def wrote(self, count: int) -> None:
-        """Counts `count` elements as written, and passes on what they complete."""
+    def wrote(self, count: int) -> Iterable[tuple[int, Any]]:
+        """Counts `count` elements as written.
+
+        Returns:
+            An iterable of one pair ``(number of the batch, result)`` if these elements complete a
+            batch; an empty one otherwise, and always for a feed.
+        """
         ...
 
-    def failed(self, start: int, error: Raised) -> None:
-        """Passes on the error of the record at `start`."""
+    def failed(self, start: int, error: Raised) -> Iterable[tuple[int, Raised]]:
+        """Passes on the error of the record at `start`.
+
+        Returns:
+            An iterable of one pair ``(number of the batch, error)``; an empty one for a feed, which
+            keeps the error itself.
+        """
         ...
 
 
@@ -100,12 +110,13 @@ class Part(NamedTuple):
         )
 
 
-class Read(Task):
+class Read(Task[Any]):
     """The task of reading some records, which one thread runs.
 
     Args:
         parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
+        begins: Number of batches that this read is the first to work on.
 
     Attributes:
         sink: The sink of the first range.
@@ -115,15 +126,16 @@ class Read(Task):
         seconds: After the run, its wall-clock time in seconds.
     """
 
-    def __init__(self, parts: Sequence[Part], reads_many: bool):
+    def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
         self._parts, self._reads_many = list(parts), reads_many
         self.sink: Sink = parts[0].sink
+        self.begins: int = begins
         self.size: int = 0
         self.is_new: bool = parts[0].elements is None
         self.left: list[Part] = []
         self.seconds = 0.0
 
-    def run(self) -> None:
+    def run(self) -> Iterator[tuple[int, Any]]:
         began = time.perf_counter()
         until = began + 2 * _READ_S
         parts, self._parts = self._parts, []
@@ -136,9 +148,9 @@ class Read(Task):
                 until = time.perf_counter() + 2 * _READ_S
         for part in parts:
             try:
-                part.sink.wrote(self._written(part, until))
+                yield from part.sink.wrote(self._written(part, until))
             except BaseException as error:
-                part.sink.failed(part.start, Raised.of(error))
+                yield from part.sink.failed(part.start, Raised.of(error))
         self.seconds = time.perf_counter() - began
 
     def _written(self, part: Part, until: float) -> int:

@@ -1,1 +1,0 @@
-"""Background threads and worker processes: how they start, wait, pass on results and end."""
