@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.ends import AgreedEnd, decide
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.padding import Padding
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import Producer
+from grain_shard.threads.background import in_background
+from grain_shard.threads.tasks import Producer
 from tests.conftest import HANG_S, eventually
 from tests.on_hosts import KeyValues
 
@@ -76,8 +76,10 @@ class Host(Producer):
 
 def agreed(source, rounds=None, *, buffer_size=2, remainder="pad"):
     """The host's batches, up to the end that it agrees on with the others."""
-    read = Background(lambda item: item, source, buffer_size=buffer_size, name="grain-shard-test")
-    placed = Background(lambda item: item, read, buffer_size=1, name="grain-shard-test")
+    read = in_background(
+        lambda item: item, source, buffer_size=buffer_size, name="grain-shard-test"
+    )
+    placed = in_background(lambda item: item, read, buffer_size=1, name="grain-shard-test")
     return AgreedEnd(
         placed,
         read,

@@ -1,6 +1,5 @@
 """The life of the whole chain: C8 (a clean life) and C9 (bounded memory)."""
 
-import contextlib
 import gc
 import signal
 import threading
@@ -11,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import DevicePut, ShardingTree, background, tasks
+from grain_shard import DevicePut, ShardingTree
+from grain_shard.threads import closing, crew, results
 from tests.conftest import (
     HANG_S,
     Made,
@@ -158,7 +158,9 @@ class TestWhatCannotBeClosed:
     @pytest.fixture
     def logged(self, monkeypatch):
         errors = []
-        monkeypatch.setattr(tasks.logging, "error", lambda text, exc_info: errors.append(exc_info))
+        monkeypatch.setattr(
+            closing.logging, "error", lambda text, exc_info: errors.append(exc_info)
+        )
         return errors
 
     @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ class TestWhatCannotBeClosed:
         ]
 
     def test_after_close_has_waited_long_enough_it_is_logged(self, mesh, logged, monkeypatch):
-        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
         goes_on = threading.Event()
         iterator = iter(Unclosable(wait_for=goes_on).shard_to(mesh))
         next(iterator)
@@ -363,27 +365,31 @@ class TestMemory:
 
 # Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
 BLOCKED_THREADS_ARE_LEFT_SOON = """
-        from grain_shard import background
-        background._JOIN_TIMEOUT_S = 0.5
+        from grain_shard.threads import crew
+        crew._JOIN_TIMEOUT_S = 0.5
         """
 
 
 def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypatch):
     """After a moment (`_LINGER_S`) it would go on anyway. Here the moment is long."""
-    monkeypatch.setattr(background, "_LINGER_S", HANG_S)
-    source = tasks.Items(iter(range(9)))
-    stage = background.Background(str, source, buffer_size=4, name="grain-shard")
-    rooms, draw, looked, has_room = [], stage._tasks.draw, [], stage._has_room
-    monkeypatch.setattr(stage._tasks, "draw", lambda room: rooms.append(room) or draw(room))
-    monkeypatch.setattr(stage, "_has_room", lambda n=0: looked.append(n) or has_room(n))
-    with contextlib.closing(stage):
-        stage.start()
-        eventually(lambda: rooms == [4, 3, 2, 1])
-        next(stage)
-        eventually(lambda: 2 in looked)
-        assert len(rooms) == 4
-        next(stage)
-        eventually(lambda: rooms == [4, 3, 2, 1, 2, 1])
+    monkeypatch.setattr(results, "_LINGER_S", HANG_S)
+    buffer, rooms = results.Results(4), []
+    for number in range(buffer.size):
+        buffer.put(buffer.begin(), number)
+
+    def is_enough(room):
+        rooms.append(room)
+        return room > 0
+
+    waiting = threading.Thread(target=lambda: buffer.wait_for_room(is_enough, lingers=True))
+    waiting.start()
+    eventually(lambda: buffer.waits_for_room)
+    assert buffer.take() == 0
+    eventually(lambda: 1 in rooms and rooms[-1] == 0)  # there is room for one; it waits for two
+    assert waiting.is_alive()
+    assert buffer.take() == 1
+    waiting.join(HANG_S)
+    assert rooms[-1] == 2
 
 
 EXITS = {
@@ -473,7 +479,7 @@ def test_in_a_forked_process_next_is_an_error_and_close_waits_for_no_lock(ds, tm
         def hold():  # as a thread that is about to go on with its work
             for thing in gc.get_objects():
                 module = str(type(thing).__module__)
-                if module.startswith(("grain_shard.background", "grain_shard.feeding")):
+                if module.startswith(("grain_shard.threads", "grain_shard.feeding")):
                     for value in list(getattr(thing, "__dict__", {}).values()):
                         if hasattr(value, "acquire") and value.acquire(blocking=False):
                             taken.append(value)

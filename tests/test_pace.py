@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from grain_shard.pace import Pace, ReadPace, ThreadCount, Window
+from grain_shard.threads.pace import Pace, ReadPace, ThreadCount, Window
 
 
 def waiting(rate, process_cores=0.02):

@@ -424,7 +424,7 @@ class TestPrefetchState:
             assert values(iterator) == PAIRS, "a refused state changes nothing"
 
     def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
-        monkeypatch.setattr("grain_shard.background._JOIN_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("grain_shard.threads.crew._JOIN_TIMEOUT_S", 0.01)
         inside, go_on = threading.Event(), threading.Event()
 
         class Slow(Restorable):
@@ -444,7 +444,7 @@ class TestPrefetchState:
         wait(inside)
         thread = threading.Thread(target=iterator.set_state, args=(state,))
         thread.start()
-        eventually(lambda: iterator._at.run.stage._is_stopped)
+        eventually(lambda: iterator._at.run.stage._crew.is_stopped)
         go_on.set()
         thread.join(HANG_S)
         assert values(iterator) == PAIRS

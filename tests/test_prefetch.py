@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from grain_shard import background
-from grain_shard.background import Background
-from grain_shard.tasks import Producer
+from grain_shard.threads import crew
+from grain_shard.threads.background import in_background
+from grain_shard.threads.tasks import Producer
 from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
@@ -40,7 +40,7 @@ class Tickets(Producer):
 
 def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
     options = {"buffer_size": buffer_size, "num_threads": num_threads}
-    return Background(work, tickets or Tickets(), name="grain-shard-test", **options)
+    return in_background(work, tickets or Tickets(), name="grain-shard-test", **options)
 
 
 def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
@@ -149,7 +149,7 @@ class TestClose:
 
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
     def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
-        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.1)
         blocked, release = threading.Event(), threading.Event()
 
         def block():
@@ -181,18 +181,18 @@ class TestClose:
         assert_ended(numbers.threads)
 
 
-def test_an_iterator_may_be_collected_and_stop_a_stage_that_holds_its_lock():
+def test_an_iterator_may_be_collected_and_stop_a_stage_that_holds_its_locks():
     tickets = Tickets()
     numbers = stage(lambda n: n, tickets)
     next(numbers)
     stopped = threading.Event()
 
-    def stopped_under_the_lock():
-        with numbers._lock:
+    def stopped_under_the_locks():
+        with numbers._crew._lock, numbers._results._lock:
             numbers.stop()
         stopped.set()
 
-    threading.Thread(target=stopped_under_the_lock, daemon=True).start()
+    threading.Thread(target=stopped_under_the_locks, daemon=True).start()
     wait(stopped)
     assert_ended(numbers.threads)
     assert len(tickets.closed_by) == 1

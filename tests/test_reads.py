@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard.pace import ReadPace
 from grain_shard.reading import contents, read, reads
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.stack import RowTemplate
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.results import Results
+from grain_shard.threads.tasks import Raised
+from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
 
@@ -193,33 +195,27 @@ def test_a_batch_before_the_error_is_waited_for():
 
 @pytest.mark.usefixtures("one_record_at_a_time")
 def test_records_that_are_handed_back_after_an_error_are_read(monkeypatch):
-    """Batch 2 fails before a thread draws. Then the read of batch 1 hands back record 3."""
-    fail, hand_back = threading.Event(), threading.Event()
+    """Batch 2 fails while batch 1 is read. Then the read of batch 1 hands back record 3."""
+    inside, failed = threading.Event(), threading.Event()
     # Each read takes a batch, and has time for one record.
     monkeypatch.setattr(reads.Reads, "_records_at_a_time", lambda self: 2)
 
     def on_read(index, number):
         if index == 2:
-            wait(hand_back)
+            inside.set()
+            wait(failed)
         if index == 4:
-            wait(fail)
+            wait(inside)
             raise OSError("four")
 
-    draw = reads.Reads.draw
+    put = Results.put
 
-    def draw_late(self, room):
-        if self._sequence.begun == 3:
-            fail.set()
-            eventually(lambda: self._sequence.end)
-        task = None
-        try:
-            task = draw(self, room)
-            return task
-        finally:
-            if self._sequence.begun == 3 and task is None:
-                hand_back.set()
+    def put_and_tell(self, number, result):
+        put(self, number, result)
+        if isinstance(result, Raised):
+            failed.set()
 
-    monkeypatch.setattr(reads.Reads, "draw", draw_late)
+    monkeypatch.setattr(Results, "put", put_and_tell)
     ds = batches(Source(8, on_read), 2).shard_to(data_mesh(2), num_threads=3)
     with iter(ds) as iterator:
         assert ids([next(iterator), next(iterator)]) == [[0, 1], [2, 3]]

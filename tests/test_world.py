@@ -19,7 +19,7 @@ from absl import flags
 
 from grain_shard import placement
 from grain_shard.grain_inside.flags import FlagValues
-from grain_shard.worker_processes import _why_it_ended
+from grain_shard.threads.worker_processes import _why_it_ended
 from tests.conftest import data_mesh
 from tests.pipelines import KINDS
 from tests.programs import run

@@ -29,7 +29,7 @@ from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.state_json import from_storage
-from grain_shard.tasks import Items, Producer, Raised
+from grain_shard.threads.tasks import Items, Producer, Raised
 from grain_shard.trees import Batch
 
 

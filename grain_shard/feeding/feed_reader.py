@@ -19,7 +19,7 @@ from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.reading.stream_dataset import refuse_lost_epochs
 from grain_shard.spans import READ, span
 from grain_shard.state_json import restore
-from grain_shard.tasks import Raised
+from grain_shard.threads.tasks import Raised
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 

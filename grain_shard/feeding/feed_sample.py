@@ -9,7 +9,6 @@ from typing import Any
 
 import grain
 
-from grain_shard.background import Background
 from grain_shard.errors import describe_error
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.feeding.feed_position import FeedsPosition
@@ -18,6 +17,7 @@ from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.rereads import NO_ROW, THREAD, Row, Sample
 from grain_shard.reading.transient import is_transient
+from grain_shard.threads.background import Background, in_background
 
 # Most rows of a feed to read again.
 _ROWS = 4
@@ -45,7 +45,7 @@ class FeedSample(Sample):
         no_records = grain.MapDataset.range(0)  # because no index of a record is known
         super().__init__(no_records, list(self._places), list(self._places), mask_key)
         self._feeds, self._rules, self._position = ds.feeds, rules, position
-        self._stage: Background[list[FeedTurn], list[Any]] | None = None
+        self._stage: Background[list[Any]] | None = None
 
     def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row | None]]:
         of_feeds = collections.defaultdict[int, list[int]](list)
@@ -74,7 +74,7 @@ class FeedSample(Sample):
         settings = TurnSettings(self._feeds, count, 1, Faults(self._rules, is_worker=True))
         turns = FeedTurns(settings, {feed: self._position.feed_states()[feed]})
         # In a thread of its own, because the feed may never give a row.
-        self._stage = stage = Background(_rows, turns, buffer_size=1, name=THREAD)
+        self._stage = stage = in_background(_rows, turns, buffer_size=1, name=THREAD)
         try:
             if self.is_stopped or not stage.wait_for(lambda: stage.known().results > 0, _LONGEST_S):
                 raise StopIteration

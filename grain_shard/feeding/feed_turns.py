@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from grain_shard.feeding.feed_reader import FeedReader, FeedState, FeedStreams, FeedTurn
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.shared_reads import SharedReads
-from grain_shard.tasks import Producer
-from grain_shard.worker_processes import WorkerProcesses
+from grain_shard.threads.tasks import Producer
+from grain_shard.threads.worker_processes import WorkerProcesses
 
 
 @dataclass(frozen=True)

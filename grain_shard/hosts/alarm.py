@@ -22,13 +22,13 @@ from typing import Any
 
 from absl import logging
 
-from grain_shard.background import TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.blocked import end_if_blocked
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.rounds import Rounds, runtime_client
+from grain_shard.threads.background import Background
 
 # Held while a thread asks for the process's listener. Two threads may open iterators at once, and
 # the process needs only one listener.
@@ -59,7 +59,7 @@ class Alarm:
     def __init__(
         self,
         rounds: Rounds,
-        stage: TaskStage[Any] | AgreedEnd[Any],
+        stage: Background[Any] | AgreedEnd[Any],
         first: int,
         total: int | None,
         late: Callable[[], None],
@@ -68,7 +68,7 @@ class Alarm:
         self.others = [host for host in rounds.hosts if host != rounds.host]
         self.progress: Progress = Progress(rounds, first, total)
         self._host, self._late = rounds.host, late
-        self._stage: TaskStage[Any] | AgreedEnd[Any] | None = stage
+        self._stage: Background[Any] | AgreedEnd[Any] | None = stage
         self._failure: AgreementError | None = None
         self.all_know = self.is_agreed = self.compares = False
         self._is_over = False  # True after an error, at the end, and after `close`

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Producer
+from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.tasks import Known, Producer
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class _Votes(Producer[int]):
         absences: Finds the hosts that will not vote.
     """
 
-    def __init__(self, read: TaskStage[Any], rounds: Rounds, decide: Callable[[Answers], Any]):
+    def __init__(self, read: Background[Any], rounds: Rounds, decide: Callable[[Answers], Any]):
         self._read, self._rounds, self._decide = read, rounds, decide
         self.absences = Absences(rounds)
         self.agreed = self.handed_out = self.number = 0
@@ -201,8 +201,8 @@ class AgreedEnd(Producer[T]):
 
     def __init__(
         self,
-        placed: TaskStage[T],
-        read: TaskStage[Any],
+        placed: Background[T],
+        read: Background[Any],
         rounds: Rounds,
         *,
         remainder: str,
@@ -213,7 +213,7 @@ class AgreedEnd(Producer[T]):
         self._placed, self._read, self._padding = placed, read, padding
         self._counter, self._votes = counter(), _Votes(read, rounds, decider)
         self._agreed = 0
-        self._voting = Background(
+        self._voting = in_background(
             lambda agreed: agreed, self._votes, buffer_size=2, name="grain-shard-agreement"
         )
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grain_shard.background import TaskStage
 from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 from grain_shard.hosts.series import Series
+from grain_shard.threads.background import Background
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ class Together:
         self._is_closed = False
 
     def until_agreed_end(
-        self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
-    ) -> TaskStage[T] | AgreedEnd[T]:
+        self, placed: Background[T], read: Background[Any], **how: Any
+    ) -> Background[T] | AgreedEnd[T]:
         """Returns the batches up to the end on which all hosts agree.
 
         Args:
@@ -84,7 +84,7 @@ class Together:
             return placed
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
-    def start(self, stage: TaskStage[Any] | AgreedEnd[Any]) -> None:
+    def start(self, stage: Background[Any] | AgreedEnd[Any]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import grain
 from absl import logging
 
-from grain_shard.background import TaskStage
 from grain_shard.grain_inside.nodes import read_by_threads
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.rereads import Leaves, Maker, Sample, compare
-from grain_shard.tasks import Producer
+from grain_shard.threads.background import Background
+from grain_shard.threads.tasks import Producer
 from grain_shard.trees import Batch
 
 # The longest wait, in seconds, until no thread reads, before records that differ are read again.
@@ -63,7 +63,7 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
 
     def __init__(
         self,
-        batches: TaskStage[tuple[Batch, Any]],
+        batches: Background[tuple[Batch, Any]],
         rereads: Iterable[Reread],
         contents: Contents,
         faults: Callable[[], FaultCounts],

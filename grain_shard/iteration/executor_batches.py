@@ -19,17 +19,17 @@ from typing import Any
 import jax
 from absl import logging
 
-from grain_shard.bell import Bell
 from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
-from grain_shard.pickling import key_of, pickled, pickled_back, returned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
-from grain_shard.tasks import Producer, Raised
+from grain_shard.threads.bell import Bell
+from grain_shard.threads.pickling import key_of, pickled, pickled_back, returned
+from grain_shard.threads.tasks import Producer, Raised
+from grain_shard.threads.worker_processes import sendable
+from grain_shard.threads.world import Elsewhere, World
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import sendable
-from grain_shard.world import Elsewhere, World
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
 _PAUSE_S = 1.0

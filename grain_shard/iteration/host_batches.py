@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, noting
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
@@ -25,7 +24,8 @@ from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.padding import Padding
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.tasks import Producer
+from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.tasks import Producer
 from grain_shard.trees import Batch
 
 Position = Any
@@ -50,7 +50,7 @@ class Opened(NamedTuple):
     """
 
     position: Position
-    batches: TaskStage[tuple[Batch, Position]]
+    batches: Background[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
@@ -106,7 +106,7 @@ def opened_in_order(
         rereads: Some records to read again, beside the first batch.
     """
     position, source = iterator.position(), _WithPositions(iterator, kind, contents)
-    batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
+    batches = in_background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
     return Opened(position, batches, first_digest=first_digest, faults=faults, rereads=rereads)
 
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import grain
 
-from grain_shard.background import Background, TaskStage
 from grain_shard.errors import GrainShardError, ShardingError, StateError, describe_mesh
 from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
@@ -42,9 +41,11 @@ from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import Raised, log_unclosed
+from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.closing import log_unclosed
+from grain_shard.threads.tasks import Raised
+from grain_shard.threads.world import World
 from grain_shard.trees import Batch
-from grain_shard.world import World
 
 
 @dataclass(eq=False)
@@ -64,9 +65,9 @@ class Run:
         end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
     """
 
-    batches: TaskStage[Any]
-    placed: TaskStage[Placed]
-    stage: TaskStage[Placed] | AgreedEnd[Placed]
+    batches: Background[Any]
+    placed: Background[Placed]
+    stage: Background[Placed] | AgreedEnd[Placed]
     together: Together
     first_digest: Callable[[], str]
     has_compared: bool = False
@@ -195,10 +196,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
         compared = ComparedBatches(batches, opened.rereads, host.contents, opened.faults)
-        placed = Background(
+        placed = in_background(
             place, compared, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
-        stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
+        stage: Background[Placed] | AgreedEnd[Placed] = placed
         if host.ends_by_vote:
             stage = together.until_agreed_end(
                 placed,

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
@@ -20,7 +19,6 @@ from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.iteration.settings import Settings
-from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import START, Progress
@@ -34,8 +32,10 @@ from grain_shard.reading.fingerprint import (
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.rereads import Maker
 from grain_shard.stats.counts import ReadThreads
+from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.pace import MOST_THREADS, ReadPace
+from grain_shard.threads.worker_processes import WorkerProcesses
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WorkerProcesses
 
 # A dataset with more batches than this counts as endless. ``.repeat()`` without a number has
 # `sys.maxsize` records, so ``.repeat().batch(B)`` has `sys.maxsize / B` batches.
@@ -165,7 +165,7 @@ class RandomAccess(HostBatches):
                     self.contents.read()
                 return batch, position_after(index)
 
-            batches = Background(
+            batches = in_background(
                 made, tasks, buffer_size=buffer_size, num_threads=buffer_size, name=THREAD
             )
             in_threads = isinstance(settings.executor, ThreadPoolExecutor)
@@ -185,13 +185,13 @@ class RandomAccess(HostBatches):
 
             # A buffer of one: while the loop trains, a thread copies the next batch out of the
             # shared memory of the workers.
-            batches = Background(taken, workers, buffer_size=1, name=THREAD)
+            batches = in_background(taken, workers, buffer_size=1, name=THREAD)
             again = reread("a worker process", elsewhere=True, has_threads=False)
             return Opened(start, batches, faults=faults.counts, rereads=again)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
         reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
-        batches = TaskStage(reads, buffer_size=buffer_size, pace=pace, name=THREAD)
+        batches = Background(reads, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)

@@ -24,7 +24,8 @@ from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
-from grain_shard.tasks import Raised
+from grain_shard.threads.results import Results
+from grain_shard.threads.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
 
 # Rows that are gathered from arrays need no memory besides the batch. So this many times as many of
@@ -46,6 +47,7 @@ class BatchBuilder:
         num_rows: Number of rows of the finished batch. Unused without padding.
         padding: The padding; None for an unpadded batch.
         number: Place of the batch in the order in which an iterator reads its batches, from 0.
+        results: The buffer for the finished batch; None if the caller finishes the batch itself.
         size: Number of records to read; 0 if every row of the batch is padding.
     """
 
@@ -58,6 +60,7 @@ class BatchBuilder:
     num_rows: int
     padding: Padding | None
     number: int = 0
+    results: Results[tuple[Batch, Progress]] | None = None
 
     def __post_init__(self) -> None:
         self.size: int = len(self.records)
@@ -126,22 +129,19 @@ class BatchBuilder:
         self._arrays = None
         return stacker.batch(stacker.empty(0) if arrays is None else arrays)
 
-    def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Progress]]]:
-        """Counts records as written, and finishes the batch after the last one.
+    def wrote(self, count: int) -> None:
+        """Counts records as written. After the last one, ``(batch, position)`` is a result.
 
         Args:
             count: The number of records that the caller has written.
-
-        Returns:
-            ``[(number, (batch, position))]`` once no record is missing, otherwise an empty list.
-            `number` and `position` are the attributes of this object.
         """
         with self._lock:
             self._missing -= count
             if self._missing:
-                return []
+                return
             self._missing = -1  # so that a further call does not finish the batch again
-        return [(self.number, (self.finish(), self.position))]
+        assert self.results is not None
+        self.results.put(self.number, (self.finish(), self.position))
 
     def finish(self) -> Batch:
         """Returns the finished batch with its padding: a tree of arrays.
@@ -165,9 +165,10 @@ class BatchBuilder:
                 )
             return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
 
-    def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
-        """Returns ``[(number, error)]``, so that the loop gets the error in place of the batch."""
-        return [(self.number, error)]
+    def failed(self, start: int, error: Raised) -> None:
+        """Makes the error a result, so that the loop gets it in place of the batch."""
+        assert self.results is not None
+        self.results.put(self.number, error)
 
     def _leave_out_bad(self, rows: list[Any], start: int) -> None:
         """Replaces each `Unreadable` row by a row of zeros, and counts its record as bad.

@@ -238,5 +238,5 @@ class Batching(ABC):
         (builder,) = self.begin([index], faults)
         with span(READ):
             elements = builder.route.read(NEVER, faults)
-        [(_, (batch, _))] = builder.wrote(builder.write(elements, 0, NEVER))
-        return batch
+        builder.write(elements, 0, NEVER)
+        return builder.finish()

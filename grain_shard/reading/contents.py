@@ -9,7 +9,7 @@ functions may be random.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from grain_shard.digest import DIGITS, element_digest
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.nodes import RANGE, SOURCE
 from grain_shard.grain_inside.routes import Route
-from grain_shard.tasks import Task
+from grain_shard.threads.tasks import Task
 
 # A random source may by chance give the same two records again. So both are read this many more
 # times. If each record has two equally likely values, all reads agree in one of 2**12 (about four
@@ -30,7 +30,7 @@ _MORE_READS = 6
 _SOURCE, _MARK = "source", "-"
 
 
-class Contents(Task[Any]):
+class Contents(Task):
     """Digests of two records of a dataset's first source: the first record and the middle one.
 
     As a task, it reads the records in a thread that also reads batches.
@@ -73,9 +73,8 @@ class Contents(Task[Any]):
         if not self.digest:
             self.why_not = f"one of the records {self._indices} cannot be read or hashed"
 
-    def run(self) -> Iterable[tuple[int, Any]]:
+    def run(self) -> None:
         self.read()
-        return ()
 
     def by_record(self, digest: str) -> dict[str, str]:
         """Splits a digest of contents into the digests of the two records.

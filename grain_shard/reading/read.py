@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
-from grain_shard.tasks import Raised, Task
+from grain_shard.threads.tasks import Raised, Task
 
 # If records are read one by one, a `Read` takes as many records as it can read in about this many
 # seconds. Shorter reads would cost too much, because each read costs some microseconds. In a longer
@@ -61,22 +61,12 @@ class Sink(Protocol):
         """
         ...
 
-    def wrote(self, count: int) -> Iterable[tuple[int, Any]]:
-        """Counts `count` elements as written.
-
-        Returns:
-            An iterable of one pair ``(number of the batch, result)`` if these elements complete a
-            batch; an empty one otherwise, and always for a feed.
-        """
+    def wrote(self, count: int) -> None:
+        """Counts `count` elements as written, and passes on what they complete."""
         ...
 
-    def failed(self, start: int, error: Raised) -> Iterable[tuple[int, Raised]]:
-        """Passes on the error of the record at `start`.
-
-        Returns:
-            An iterable of one pair ``(number of the batch, error)``; an empty one for a feed, which
-            keeps the error itself.
-        """
+    def failed(self, start: int, error: Raised) -> None:
+        """Passes on the error of the record at `start`."""
         ...
 
 
@@ -110,13 +100,12 @@ class Part(NamedTuple):
         )
 
 
-class Read(Task[Any]):
+class Read(Task):
     """The task of reading some records, which one thread runs.
 
     Args:
         parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
-        begins: Number of batches that this read is the first to work on.
 
     Attributes:
         sink: The sink of the first range.
@@ -126,16 +115,15 @@ class Read(Task[Any]):
         seconds: After the run, its wall-clock time in seconds.
     """
 
-    def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
+    def __init__(self, parts: Sequence[Part], reads_many: bool):
         self._parts, self._reads_many = list(parts), reads_many
         self.sink: Sink = parts[0].sink
-        self.begins: int = begins
         self.size: int = 0
         self.is_new: bool = parts[0].elements is None
         self.left: list[Part] = []
         self.seconds = 0.0
 
-    def run(self) -> Iterator[tuple[int, Any]]:
+    def run(self) -> None:
         began = time.perf_counter()
         until = began + 2 * _READ_S
         parts, self._parts = self._parts, []
@@ -148,9 +136,9 @@ class Read(Task[Any]):
                 until = time.perf_counter() + 2 * _READ_S
         for part in parts:
             try:
-                yield from part.sink.wrote(self._written(part, until))
+                part.sink.wrote(self._written(part, until))
             except BaseException as error:
-                yield from part.sink.failed(part.start, Raised.of(error))
+                part.sink.failed(part.start, Raised.of(error))
         self.seconds = time.perf_counter() - began
 
     def _written(self, part: Part, until: float) -> int:

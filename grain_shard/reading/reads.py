@@ -12,14 +12,15 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from grain_shard.pace import ReadPace
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
-from grain_shard.tasks import Raised, Tasks
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.results import Making, Results
+from grain_shard.threads.tasks import Raised
 from grain_shard.trees import Batch
 
 # The most records in one call of a source. With array_record, a record costs 25 us in a call for
@@ -31,7 +32,7 @@ _RECORDS_PER_CALL = 1024
 _RECORDS_AHEAD = 4096
 
 
-class Reads(Tasks[tuple[Batch, Progress]]):
+class Reads(Making[tuple[Batch, Progress]]):
     """The tasks that read an iterator's batches. A result is a batch and the position after it.
 
     Args:
@@ -53,7 +54,8 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         faults: Faults,
         contents: Contents,
     ):
-        self._sequence = _Sequence(batching, indices, faults)
+        super().__init__(buffer_size)
+        self._sequence = _Sequence(batching, indices, faults, self.results)
         self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
         self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
@@ -62,55 +64,69 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads that were drawn and are not done
 
-    @property
-    def room_wanted(self) -> int:
-        sequence = self._sequence
-        has_ended = sequence.end is not None
-        if self._left or (self._contents and sequence.begun) or (sequence.next and not has_ended):
-            return 0
-        batches_left = 0 if has_ended else sequence.num_batches - sequence.begun
-        if not batches_left:
-            # All records are drawn, but a read under way may hand some of them back. Until all
-            # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
-            # After that, no room is wanted, and the next `draw` reports the end.
-            return self._buffer_size + 1 if self._under_way else 0
-        if not self._reads_many:
-            return 1
+    def draw(self) -> Read | Contents | None:
+        sequence, results = self._sequence, self.results
+        lingers = self._pace.threads <= self._buffer_size // 2
+        while results.wait_for_room(self._can_draw, lingers=lingers):
+            if (contents := self._contents) and sequence.begun:
+                self._contents = None
+                return contents
+            with self._lock:
+                parts, more_may_be_left = self._draw_left(), self._under_way > 0
+            begun = sequence.begun
+            if parts := parts or sequence.take(self._records_at_a_time(), results.room):
+                with self._lock:
+                    self._under_way += 1
+                results.begin(sequence.begun - begun)
+                return Read(parts, self._reads_many)
+            if not more_may_be_left:
+                results.end(sequence.end or Raised(StopIteration(), None))
+        return None
+
+    def _can_draw(self, room: int) -> bool:
+        """Returns True if `draw` has something to return: a task, or that none is left.
+
+        Args:
+            room: Most batches that the task may begin.
+        """
+        sequence, has_ended = self._sequence, self._has_ended
+        with self._lock:
+            if self._left or (self._contents and sequence.begun):
+                return True
+            if sequence.next and not has_ended:
+                return True
+            batches_left = 0 if has_ended else sequence.num_batches - sequence.begun
+            if not batches_left:
+                # All records are drawn, but a read under way may hand some of them back.
+                return not self._under_way
         # A call for many records costs less for each record. So the next call waits until the
         # buffer has room for all batches of the call. It waits for three quarters of the buffer at
         # most. During the call, the loop trains on the other batches of the buffer and on the
         # batches on the devices.
-        batches = self._records_at_a_time() // self._batch_size
-        return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
+        batches = self._records_at_a_time() // self._batch_size if self._reads_many else 1
+        return room >= min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Read | Contents | None:
-        begun = self._sequence.begun
-        if (contents := self._contents) and begun:
-            self._contents = None
-            return contents
-        with self._lock:
-            parts, more_may_be_left = self._draw_left(), self._under_way > 0
-        parts = parts or self._sequence.take(self._records_at_a_time(), room)
-        if not parts and more_may_be_left:
-            return None  # a read has failed since the stage looked at `room_wanted`
-        if not parts:
-            raise self._sequence.end or StopIteration
-        with self._lock:
-            self._under_way += 1
-        return Read(parts, self._reads_many, self._sequence.begun - begun)
+    @property
+    def _has_ended(self) -> bool:
+        """True if no more records are taken, except for those that a read has left."""
+        return self._sequence.end is not None or self.results.has_failed
 
-    def done(self, task: Read | Contents) -> bool:
+    def done(self, task: Read | Contents) -> None:
         if isinstance(task, Contents):
-            return False
+            return
         with self._lock:
             self._left += task.left
             self._under_way -= 1
-            return bool(task.left) or not self._under_way
-
-    def end(self) -> None:
-        self._sequence.end = self._sequence.end or StopIteration()
+            may_draw = bool(task.left) or not self._under_way
+        if may_draw:
+            self.results.room_may_suffice()
 
     def stop(self) -> None:
+        super().stop()
+        self._faults.stop()
+
+    def failed(self, error: Raised) -> None:
+        super().failed(error)
         self._faults.stop()
 
     def _draw_left(self) -> list[Part]:
@@ -155,6 +171,7 @@ class _Sequence:
         batching: Describes the batches of the pipeline.
         indices: The numbers of the batches.
         faults: The rules for failed reads.
+        results: The buffer for the finished batches.
 
     Attributes:
         num_batches: Number of batches.
@@ -162,17 +179,23 @@ class _Sequence:
         next: The records of the last begun batch that no read has yet; None if there are none.
         most_at_a_time: Largest number of records of a read, if records are read one by one. It
             follows from the size of a row.
-        end: StopIteration, or the error that was raised when the next batch was begun. It is raised
-            to the user only after all earlier batches. None while records may be taken. Once it is
-            set, no record is taken, even of a begun batch.
+        end: The error that was raised when the next batch was begun; None without one. It is raised
+            to the user only after all earlier batches. Once it is set, no record is taken, even of
+            a begun batch.
     """
 
-    def __init__(self, batching: Batching, indices: range, faults: Faults):
-        self._builders = _builders(batching, indices, faults)
+    def __init__(
+        self,
+        batching: Batching,
+        indices: range,
+        faults: Faults,
+        results: Results[tuple[Batch, Progress]],
+    ):
+        self._builders = _builders(batching, indices, faults, results)
         self.num_batches: int = len(indices)
         self.begun, self.most_at_a_time = 0, 1
         self.next: Part | None = None
-        self.end: BaseException | None = None
+        self.end: Raised | None = None
 
     def take(self, most: int, room: int) -> list[Part]:
         """Takes the next records, and begins their batches.
@@ -193,7 +216,7 @@ class _Sequence:
                 try:
                     builder = next(self._builders)
                 except BaseException as error:
-                    self.end = Raised.of(error).error
+                    self.end = Raised.of(error)
                     break
                 self.begun, self.most_at_a_time = self.begun + 1, builder.template.rows_at_a_time
                 self.next = Part(builder, 0, builder.size)
@@ -204,7 +227,12 @@ class _Sequence:
         return parts
 
 
-def _builders(batching: Batching, indices: range, faults: Faults) -> Iterator[BatchBuilder]:
+def _builders(
+    batching: Batching,
+    indices: range,
+    faults: Faults,
+    results: Results[tuple[Batch, Progress]],
+) -> Iterator[BatchBuilder]:
     """Yields a builder for each batch. The records of several batches are found together."""
     begun, batch_size = 0, max(1, batching.records_per_batch)
     while begun < len(indices):
@@ -215,5 +243,5 @@ def _builders(batching: Batching, indices: range, faults: Faults) -> Iterator[Ba
             with contextlib.suppress(Exception):
                 found = batching.begin(some, faults)
         for builder in found or batching.begin(some[:1], faults):
-            builder.number, begun = begun, begun + 1
+            builder.number, builder.results, begun = begun, results, begun + 1
             yield builder

@@ -16,7 +16,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.shared_reads import SharedReads
-from grain_shard.tasks import Raised
+from grain_shard.threads.tasks import Raised
 
 
 class RecordStream(grain.IterDataset):

@@ -33,8 +33,8 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.transient import is_transient
+from grain_shard.threads.world import World
 from grain_shard.trees import ROOT, Batch, as_arrays, flatten, is_text, path_of
-from grain_shard.world import World
 
 # The most records to read again. For a stream or feeds, whose records are not known to be rows of
 # this host, fewer are read.

@@ -11,8 +11,8 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import Origin, record_name
-from grain_shard.tasks import Raised
-from grain_shard.world import World
+from grain_shard.threads.tasks import Raised
+from grain_shard.threads.world import World
 
 
 class RetriedRecords(grain.MapDataset):

@@ -21,15 +21,15 @@ import grain
 import jax
 import numpy as np
 
-from grain_shard.background import TaskStage
-from grain_shard.bell import Bell
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route, route
-from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.spans import READ, span
-from grain_shard.tasks import Raised, Tasks
+from grain_shard.threads.bell import Bell
+from grain_shard.threads.crew import Crew
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.tasks import Raised, Tasks
 
 # In this file a line is the records of one stream, and a part is the range of a line's records that
 # one read evaluates.
@@ -56,7 +56,7 @@ _BLOCK = 256
 _MOST_READERS = 64
 
 
-class SharedReads(TaskStage[None]):
+class SharedReads:
     """The threads (readers) that read ahead for the streams of all feeds of a host.
 
     The readers start when the first stream that reads ahead is read.
@@ -80,8 +80,12 @@ class SharedReads(TaskStage[None]):
     ):
         self.faults: Faults = faults
         self._lines = _Lines(faults, num_rows, num_feeds, bytes_ahead)
-        pace = ReadPace(num_threads, most=_MOST_READERS)
-        super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
+        self._readers = Crew(
+            self._lines,
+            pace=ReadPace(num_threads, most=_MOST_READERS),
+            name="grain-shard-feed-read",
+            progress=Bell(),
+        )
 
     def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
         """Yields records from an index on.
@@ -99,14 +103,14 @@ class SharedReads(TaskStage[None]):
         line = self._lines.open(records, start, ahead)
         try:
             if ahead:
-                self.start()
+                self._readers.start()
             while line.taken < line.length:
                 if (part := self._lines.begin(line)) is not None:
                     yield from line.evaluated(part)
                     continue
                 # A reader may note only now that the records are cheap, and read no more of them.
-                self.wait_for(lambda: line.taken in line.come or line.is_for_consumer)
-                if self._is_stopped:
+                self._readers.wait_for(line.may_go_on)
+                if self._readers.is_stopped:
                     raise RuntimeError("the reads of this feed were stopped: the loop has ended")
                 if line.taken not in line.come:
                     continue
@@ -117,6 +121,14 @@ class SharedReads(TaskStage[None]):
                     yield elements.pop()
         finally:
             self._lines.close_line(line)
+
+    def stop(self) -> None:
+        """Tells the readers to end, without waiting."""
+        self._readers.stop()
+
+    def close(self) -> None:
+        """Stops the readers and waits for them; see `Crew.close`."""
+        self._readers.close()
 
 
 class _Line:
@@ -164,12 +176,11 @@ class _Line:
         self.come[start] = rows
         return len(rows)
 
-    def wrote(self, count: int) -> tuple[()]:
-        return ()
+    def wrote(self, count: int) -> None:
+        """Does nothing, because `write` has kept the records."""
 
-    def failed(self, start: int, error: Raised) -> tuple[()]:
+    def failed(self, start: int, error: Raised) -> None:
         self.come[start] = [error]
-        return ()
 
     def evaluated(self, part: Part) -> Iterator[Any]:
         """Yields the records of a part. The consumer's thread evaluates each one.
@@ -227,6 +238,10 @@ class _Line:
         """
         self._seconds.append(seconds / max(1, count))
 
+    def may_go_on(self) -> bool:
+        """Returns True if the consumer can take the next record, or should evaluate it."""
+        return self.taken in self.come or self.is_for_consumer
+
     def next_size(self, most: int) -> int:
         """Returns the number of records of the next part, from 1 to `most`."""
         return max(1, min(most, self._next_call if self.reads_many else self.most_in_time))
@@ -247,7 +262,7 @@ def _block(records: grain.MapDataset, first: int) -> Route:
     return route(records, np.arange(first, min(first + _BLOCK, len(records))))
 
 
-class _Lines(Tasks[None]):
+class _Lines(Tasks):
     """The lines (the records of each stream), from which readers draw parts (ranges of records)."""
 
     def __init__(self, faults: Faults, num_rows: int, num_feeds: int, bytes_ahead: int):
@@ -308,10 +323,10 @@ class _Lines(Tasks[None]):
         self._wanted.ring()  # if the line's records have turned out slow, readers may evaluate them
         return None
 
-    def draw(self, room: int) -> Read:
+    def draw(self) -> Read | None:
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
         if not isinstance(part, Part):
-            raise StopIteration
+            return None
         return Read([part], cast(_Line, part.sink).reads_many)
 
     def _drawn(self) -> Part | None:
@@ -340,7 +355,7 @@ class _Lines(Tasks[None]):
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None
 
-    def done(self, task: Read) -> bool:
+    def done(self, task: Read) -> None:
         with self._lock:
             line = task.sink
             assert isinstance(line, _Line)
@@ -349,10 +364,6 @@ class _Lines(Tasks[None]):
                 line.took(task.seconds, task.size)
         if line.left or line.is_for_readers:
             self._wanted.ring()
-        return False
-
-    def end(self) -> None:
-        """Does nothing: a failed read is an error of one stream only. The other streams go on."""
 
     def stop(self) -> None:
         self._faults.stop()

@@ -12,9 +12,10 @@ from grain_shard.errors import ShardingError, describe_error, describe_mesh, req
 from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
-from grain_shard.pickling import pickled
 from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, Sample, compare
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.threads.pickling import pickled
+from grain_shard.threads.worker_processes import refuse_in_worker
 from grain_shard.tools.checking.reading import (
     Comparison,
     Difference,
@@ -30,7 +31,6 @@ from grain_shard.tools.checking.variants import (
     read_alone,
     with_options,
 )
-from grain_shard.worker_processes import refuse_in_worker
 
 # Number of threads that read at the same time, and hosts of the job that are simulated.
 _THREADS, _HOSTS = 16, (2, 4)

@@ -34,8 +34,8 @@ import jax
 import numpy as np
 
 from grain_shard.grain_inside.flags import FlagValues
-from grain_shard.pickling import key_of, returned
 from grain_shard.spans import count_apart
+from grain_shard.threads.pickling import key_of, returned
 
 T = TypeVar("T")
 

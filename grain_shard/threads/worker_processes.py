@@ -36,9 +36,9 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, noting
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
-from grain_shard.pickling import pickled, pickled_back
-from grain_shard.tasks import Producer
-from grain_shard.world import Elsewhere, World
+from grain_shard.threads.pickling import pickled, pickled_back
+from grain_shard.threads.tasks import Producer
+from grain_shard.threads.world import Elsewhere, World
 
 _GUARD = (
     'put the loop of the main script under `if __name__ == "__main__":`, because each worker'

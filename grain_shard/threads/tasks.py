@@ -2,18 +2,16 @@
 
 Batches pass a chain of producers, from the source at the top to the training loop at the bottom. A
 `Producer` is asked for its next item, and told to end, by the producer below it. The threads of a
-background stage (`background.py`) draw `Task`s and run them. A task makes one result, or a part of
-one or several results.
+crew (`crew.py`) draw `Task`s and run them. A task makes one result, or a part of one or several
+results.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
-
-from absl import logging
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -98,74 +96,39 @@ class Known(NamedTuple):
     end: BaseException | None
 
 
-class Task(ABC, Generic[T]):
+class Task(ABC):
     """A unit of work for one thread.
 
     Attributes:
-        begins: Number of results that this task is the first to work on. Results are numbered in
-            the order in which tasks begin them.
-        size: Number of records, or of other units, by which the speed of the stage is measured.
+        size: Number of records, or of other units, by which the speed of the threads is measured.
     """
 
-    begins: int = 1
     size: int = 1
 
     @abstractmethod
-    def run(self) -> Iterable[tuple[int, T | Raised]]:
-        """Runs the task; yields (number, value) of each result that it completes.
-
-        A result is complete once all tasks that work on it are done. An error is a `Raised` value.
-        """
+    def run(self) -> None:
+        """Runs the task, and puts its results where they belong. An error is a result, too."""
 
 
-class Tasks(ABC, Generic[T]):
-    """The tasks of a stage, which the threads of the stage draw and run.
+class Tasks(Protocol):
+    """Work that the threads of a `Crew` draw and run.
 
     One thread at a time calls `draw`. Other threads may call the other methods during a `draw`.
     """
 
-    @property
-    def room_wanted(self) -> int:
-        """Number of new results for which the buffer must have room before the next `draw`.
-
-        If no task can be drawn before another one is done, the number is larger than the buffer, so
-        that no thread calls `draw`.
-        """
-        return 1
-
     @abstractmethod
-    def draw(self, room: int) -> Task[T] | None:
-        """Returns the next task; None if no task can be drawn before another one is done.
+    def draw(self) -> Task | None:
+        """Waits until a task can be drawn, and returns it; None if no task is left."""
 
-        Args:
-            room: Most new results that the task may begin.
-
-        Raises:
-            StopIteration: No task is left. Unfinished tasks may still complete results.
-        """
-
-    def done(self, task: Any) -> bool:
-        """Notes that a task is done. Any thread may call this.
-
-        Args:
-            task: The task.
-
-        Returns:
-            True if another task can be drawn now that could not be drawn before.
-        """
-        return False
-
-    @abstractmethod
-    def end(self) -> None:
-        """Notes that a task failed, so that no more results begin. Any thread may call this."""
+    def done(self, task: Any) -> None:
+        """Notes that a task is done. Any thread may call this."""
 
     def stop(self) -> None:
         """Ends any wait inside `draw`, and does not wait for it. Any thread may call this."""
 
+    def failed(self, error: Raised) -> None:
+        """Notes an error of the crew, which draws no further task. By default like `stop`."""
+        self.stop()
+
     def close(self) -> None:
         """Closes the producer of the tasks. Called once, after the last `draw`."""
-
-
-def log_unclosed(error: BaseException) -> None:
-    """Logs an error of closing that cannot be raised, because no caller would receive it."""
-    logging.error("grain_shard: closing a part of the pipeline failed", exc_info=error)
