@@ -38,7 +38,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from grain_shard.errors import ShardingError
-from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.iterator import ShardedIterator, restore_from, state_writer
 
 
 class CheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -46,7 +46,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: CheckpointSave) -> None:
         """Writes the iterator's state after the last batch that was handed out."""
-        args.iterator.write_state(directory)
+        state_writer(args.iterator)(directory)
 
     def async_save(
         self, directory: Any, args: CheckpointSave
@@ -56,7 +56,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         The hosts compare their batches in this call, before any item of the checkpoint is saved:
         Orbax has just waited for all hosts. In Orbax's own threads an error would be logged, too.
         """
-        write = args.iterator.state_writer()
+        write = state_writer(args.iterator)
 
         async def begin() -> list[future.Future] | None:
             written = asyncio.to_thread(write, directory)
@@ -71,7 +71,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             StateError: The state was saved by another pipeline, or by a stream on another number
                 of hosts; or its files are missing or damaged.
         """
-        args.iterator.read_state(directory)
+        restore_from(directory, args.iterator)
         return args.iterator
 
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
+from grain_shard.iteration.iterator import state_writer
 from tests.conftest import HANG_S, eventually
 from tests.on_hosts import cases_of, meet, or_traceback, own_rows
 from tests.pipelines import shared_out
@@ -373,16 +374,16 @@ def case_an_extra_batch_on_one_host_before_a_save(host, directory):
         iterator._at.run.together._rounds.timeout_s = 3  # a save is waited for ten times as long
         if host == ODD:
             time.sleep(5)  # it is late, as if it wrote a large model first
-        iterator.write_state(folder)
+        state_writer(iterator)(folder)
         if host == ODD:
             next(iterator)
         try:
-            refused = iterator.write_state(folder)
+            refused = state_writer(iterator)(folder)
         except grain_shard.AgreementError as error:
             refused = str(error)
         if host != ODD:
             next(iterator)
-        iterator.write_state(folder)
+        state_writer(iterator)(folder)
         meet("all have written")
         return refused, json.loads((folder / "state.json").read_text())["step"]
 

@@ -39,6 +39,7 @@ import traceback
 import grain, grain_shard, jax, numpy as np
 import orbax.checkpoint as ocp
 from grain_shard.checkpoint import CheckpointSave
+from grain_shard.iteration.iterator import state_writer
 
 EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
@@ -88,7 +89,7 @@ def train(batches):
         if kind == "saved, then left" and count == 5:
             folder = pathlib.Path(__file__).parent / "saved"
             folder.mkdir(exist_ok=True)
-            batches.write_state(folder)
+            state_writer(batches)(folder)
             if jax.process_index() == 0:
                 time.sleep(8)  # its files are slow: meanwhile the others say that they have left
             break

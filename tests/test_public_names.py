@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grain
 import pytest
 
 import grain_shard
+from grain_shard.iteration.epochs import Epochs
 
 FACE = Path(grain_shard.__file__)
 ROOT = FACE.parents[1]
@@ -28,6 +30,16 @@ def test_every_public_name_is_there_and_has_a_docstring_with_an_example(module):
 def test_the_face_is_small_and_completion_shows_all_of_it():
     assert len(set(grain_shard.__all__) - set(MODULES)) <= 33
     assert set(grain_shard.__all__) <= set(dir(grain_shard))
+
+
+def test_completion_of_an_iterator_shows_what_a_user_calls():
+    def own(kind):
+        return {name for name in dir(kind) if not name.startswith("_")} - set(
+            dir(grain.DatasetIterator)
+        )
+
+    both = {"reset", "seek", "stats"}
+    assert own(grain_shard.ShardedIterator) == own(Epochs) == both
 
 
 def test_the_names_that_type_checkers_see_are_those_that_can_be_imported():

@@ -64,14 +64,14 @@ class Epochs(ShardedIterator):
         After a loop over all epochs, the iterator starts again with the first epoch.
         """
         position, left = self._after_last()
-        if self._has_ended or (not left and position != self.position):
+        if self._has_ended or (not left and position != self._at.position):
             self.reset()
         return self
 
     def __next__(self) -> EpochBatches:
         position, left = self._after_last()
-        if position != self.position:
-            self.go_to(position)
+        if position != self._at.position:
+            self._go_to(position)
         epoch, last = self._batches.pass_of(position)[0], self._last
         if not left:
             try:
@@ -88,7 +88,7 @@ class Epochs(ShardedIterator):
             self._last = last
             raise
 
-    def _go_to(self, position: Position | None, digest: str) -> None:
+    def _go_to(self, position: Position | None, digest: str = "") -> None:
         super()._go_to(position, digest)
         self._has_ended = False
 
@@ -102,21 +102,21 @@ class Epochs(ShardedIterator):
         The next epoch is the epoch that ``next`` hands out next. After a restore inside an epoch,
         it is the remainder of that epoch.
         """
-        host, position = self._batches, self.position
+        host, position = self._batches, self._at.position
         if self._last == (self._at.moves, host.pass_of(position)[0]):
             position = host.next_pass(position)
         return position, host.pass_of(position)[1]
 
-    def rewind(self, epoch: int) -> EpochBatches:
+    def _rewind(self, epoch: int) -> EpochBatches:
         """Goes to the first batch of an epoch, and returns the epoch's batches once more.
 
         Args:
             epoch: Number of the epoch, from 0.
         """
-        self.go_to(self._batches.start_of_pass(epoch))
+        self._go_to(self._batches.start_of_pass(epoch))
         return next(self)
 
-    def is_past(self, epoch: int) -> bool:
+    def _is_past(self, epoch: int) -> bool:
         """Returns True if another epoch was handed out after a given epoch.
 
         The result is False if `set_state`, `seek` or `reset` was called after the other epoch was
@@ -128,7 +128,7 @@ class Epochs(ShardedIterator):
         moves, last = self._last or (None, epoch)
         return moves == self._at.moves and last != epoch
 
-    def left(self, moves: int, stop: int) -> int:
+    def _left(self, moves: int, stop: int) -> int:
         """Returns the number of batches from the current position to the end of an epoch.
 
         The result is 0 if the iterator has gone to another position since the epoch was handed out.
@@ -137,9 +137,9 @@ class Epochs(ShardedIterator):
             moves: The number of moves when the epoch was handed out; see `Cursor`.
             stop: Number of batches before the end of the epoch, from the beginning of the pipeline.
         """
-        return max(0, stop - self.position.step) if moves == self._at.moves else 0
+        return max(0, stop - self._at.position.step) if moves == self._at.moves else 0
 
-    next_batch = ShardedIterator.__next__
+    _next_batch = ShardedIterator.__next__
 
 
 class EpochBatches(Iterator[Batch]):
@@ -154,14 +154,14 @@ class EpochBatches(Iterator[Batch]):
         self._epochs = epochs
         self.epoch: int = epoch
         self._moves, self._num_batches = moves, num_batches
-        self._stop, self._is_new = epochs.position.step + num_batches, True
+        self._stop, self._is_new = epochs._at.position.step + num_batches, True
 
     def __len__(self) -> int:
         """Returns the number of all batches of this iterator, also of those already handed out."""
         return self._num_batches
 
     def __repr__(self) -> str:
-        left = self._epochs.left(self._moves, self._stop)
+        left = self._epochs._left(self._moves, self._stop)
         return f"<EpochBatches: epoch {self.epoch}, {left} of {self._num_batches} batches left>"
 
     def __iter__(self) -> EpochBatches:
@@ -170,7 +170,7 @@ class EpochBatches(Iterator[Batch]):
         If another epoch was handed out before this iterator has handed out its first batch, this
         goes back to the beginning of this iterator's epoch.
         """
-        if self._is_new and self._epochs.is_past(self.epoch):
+        if self._is_new and self._epochs._is_past(self.epoch):
             self.reset()
         return self
 
@@ -180,7 +180,7 @@ class EpochBatches(Iterator[Batch]):
         A loop over the epochs then goes on with the epoch that follows this one.
         """
         # One step, which an interrupt cannot leave half done.
-        self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
+        self.__dict__.update(vars(self._epochs._rewind(self.epoch)))
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Raises a TypeError: an item of `epochs` is no batch, but the batches of an epoch."""
@@ -191,7 +191,7 @@ class EpochBatches(Iterator[Batch]):
         )
 
     def __next__(self) -> Batch:
-        if not self._epochs.left(self._moves, self._stop):
+        if not self._epochs._left(self._moves, self._stop):
             raise StopIteration
         self._is_new = False
-        return self._epochs.next_batch()
+        return self._epochs._next_batch()

@@ -334,26 +334,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         state, digest = without_digest(state)
         self._go_to(self._host.from_state(state), digest)
 
-    def write_state(self, directory: Any) -> None:
-        """Writes the state into files of a folder. Every host has to call this.
-
-        Raises:
-            AgreementError: The hosts are not at the same batch.
-        """
-        self.state_writer()(directory)
-
-    def state_writer(self) -> Callable[[Any], None]:
-        """Compares the batches of the hosts; returns a function that writes the present state.
-
-        Any thread may call the function, now or later, with the folder.
-
-        Raises:
-            AgreementError: The hosts are not at the same batch.
-        """
-        compare, write = self._begin_save()
-        compare()
-        return write
-
     def _begin_save(
         self, *, in_step: bool = False
     ) -> tuple[Callable[[], None], Callable[[Any], None]]:
@@ -372,15 +352,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 together.wait_until_written(save)
 
         return lambda: together.compare_places(save, place), write
-
-    def read_state(self, directory: Any) -> None:
-        """Goes to the position of the state that the hosts wrote into a folder.
-
-        Raises:
-            StateError: The folder has no state for this host; a file is damaged; files are of
-                different steps; or the state was saved by another pipeline.
-        """
-        self._restore(read_state(directory, self._host.own_feeds))
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
@@ -418,22 +389,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 "seek takes either a step or a record.",
                 remedy="call seek(step) or seek(record=...).",
             )
-        self.go_to(self._host.position_at(step=step, record=record))
+        self._go_to(self._host.position_at(step=step, record=record))
 
-    @property
-    def position(self) -> Position:
-        """The position after the last batch that ``next`` returned, in a form that copies fast."""
-        return self._at.position
-
-    def go_to(self, position: Position | None) -> None:
-        """Goes to a position.
-
-        Args:
-            position: The position of an iterator over the same dataset; None for the beginning.
-        """
-        self._go_to(position, digest="")
-
-    def _go_to(self, position: Position | None, digest: str) -> None:
+    def _go_to(self, position: Position | None, digest: str = "") -> None:
         self._require_open()
         self._dropped = None
         self._open_anew(position, self._at.moves + 1, digest)
@@ -448,7 +406,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self.go_to(None)
+        self._go_to(None)
 
     def _reopen(self) -> None:
         """Goes on at the present position with another run, after an interrupt."""
@@ -506,7 +464,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         # The state is restored here and not in `done`, because Orbax reports an error of `done` as
         # an error of another handler.
-        self.read_state(directory)
+        restore_from(directory, self)
 
         async def done() -> None:
             pass
@@ -574,3 +532,26 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             at.run.let_go()
             if self._dropped is not None:
                 self._dropped.append(at.run.stage.taken)
+
+
+def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:
+    """Compares the batches of the hosts; returns a function that writes the present state.
+
+    Every host has to call this. Any thread may call the function, now or later, with the folder.
+
+    Raises:
+        AgreementError: The hosts are not at the same batch.
+    """
+    compare, write = iterator._begin_save()
+    compare()
+    return write
+
+
+def restore_from(directory: Any, iterator: ShardedIterator) -> None:
+    """Makes an iterator go to the position of the state that the hosts wrote into a folder.
+
+    Raises:
+        StateError: The folder has no state for this host; a file is damaged; files are of different
+            steps; or the state was saved by another pipeline.
+    """
+    iterator._restore(read_state(directory, iterator._host.own_feeds))
