@@ -185,9 +185,9 @@ def _is_value(item: Any) -> bool:
     return is_number or getattr(item, "shape", None) == ()
 
 
-def is_none(leaf: Any) -> bool:
-    """Returns True for None, which JAX treats as a tree without leaves."""
-    return leaf is None
+def is_empty(node: Any) -> bool:
+    """Returns True for a node without children: None, or an empty dict, list or tuple."""
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
 
 
 def is_text(leaf: Any) -> bool:

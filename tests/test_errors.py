@@ -194,8 +194,16 @@ AT_FIRST_BATCH = {
         "leaf:   int64[4]   mesh: data=4",
         "add this leaf to the specs. They name batch['lable'], which the batch does not have.",
     ),
+    "batch['leaf1']: the specs have a tree for this leaf, but the leaf is a single array.": (
+        lambda: dicts(lambda i: i, lambda i: i).shard_to(
+            data_mesh(4), {"leaf0": P("data"), "leaf1": {}}
+        ),
+        "leaf:   int64[4]   mesh: data=4",
+        "give this leaf a single PartitionSpec.",
+    ),
     "batch['lable']: the tree of specs names a leaf that the batch does not have.": (
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
+        lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": {}}),
         "mesh:   data=4",
         "remove this leaf from the specs, or correct its name.",
     ),

@@ -253,6 +253,41 @@ def test_feeds_that_ignore_their_number_are_named_once(num_workers, caplog):
     assert "for each shard_index" in line
 
 
+ROWS_ARE_BATCHES = (
+    "grain_shard: make_feed ends with .batch(2), so each row of a feed is a batch of 2 records:"
+    " batch['x'] has shape (16, 2, 4). remedy: leave this .batch out of make_feed, because the"
+    " .batch(16) of the feeds makes batches. If a row is meant to hold 2 records, nothing is wrong."
+)
+
+
+def records_of(feed):
+    return grain.MapDataset.range(640)[feed.shard_index :: feed.shard_count].map(
+        lambda i: {"id": i, "x": np.full(4, i, np.float32)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_feed", "is_told"),
+    {
+        "a batch": (lambda feed: records_of(feed).batch(2).to_iter_dataset(), True),
+        "of a stream": (lambda feed: records_of(feed).to_iter_dataset().batch(2), True),
+        "no batch": (lambda feed: records_of(feed).to_iter_dataset(), False),
+        "a group": (lambda feed: records_of(feed).batch(2).map(dict).to_iter_dataset(), False),
+        "tokens": (lambda feed: grain.MapDataset.range(640).batch(2).to_iter_dataset(), False),
+    }.values(),
+)
+def test_rows_that_are_batches_are_told_with_the_shape_that_they_lead_to(
+    make_feed, is_told, caplog
+):
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(16)
+    ds = ds.shard_to(data_mesh(2), mask_key=None)
+    for _ in range(2):
+        with iter(ds) as batches:
+            next(batches)
+    told = [line for line in caplog.messages if "make_feed ends with" in line]
+    assert told == [ROWS_ARE_BATCHES] * is_told
+
+
 def test_an_entry_that_the_feed_cannot_take_names_the_feed():
     ds = numbers([9] * 4).batch(8).shard_to(data_mesh(4))
     _, state = after(ds, 0)

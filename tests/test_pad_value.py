@@ -48,7 +48,9 @@ def test_rows_that_make_the_batch_divisible_hold_them_too(pipeline):
     assert first["valid_mask"].tolist() == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize(("values", "token", "loss"), [(9, 9, 9), ({"loss": 3}, 0, 3)])
+@pytest.mark.parametrize(
+    ("values", "token", "loss"), [(9, 9, 9), ({"loss": 3}, 0, 3), ({"loss": {}}, 0, 0)]
+)
 def test_one_number_is_for_all_leaves_or_for_a_part_of_the_tree(pipeline, values, token, loss):
     ds = pipeline().shard_to(data_mesh(4), pad_value=values, mask_key="real")
     last = to_numpy([*ds][-1])
@@ -164,7 +166,9 @@ def test_what_is_no_number_is_refused_when_it_is_built(values, message):
     ("values", "message"),
     [
         ({"token": 1}, "batch['token']: pad_value names a leaf that the batch does not have"),
+        ({"token": {}}, "batch['token']: pad_value names a leaf that the batch does not have"),
         ({"tokens": {"a": 1}}, "batch['tokens']: pad_value has a tree for this leaf"),
+        ({"tokens": {}}, "batch['tokens']: pad_value has a tree for this leaf"),
         (-1, "batch['loss']['count']: the leaf's dtype cannot hold pad_value=-1"),
         ({"tokens": 0.5}, "batch['tokens']: the leaf's dtype cannot hold pad_value=0.5"),
         ({"tokens": 2**31}, "batch['tokens']: the leaf's dtype cannot hold pad_value=2147483648"),

@@ -156,9 +156,9 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
 
 
 NEVER_JOINED = (
-    "rehearse: each of the 2 processes ran the whole job by itself, because no process called"
-    " jax.distributed.initialize(). Remedy: call jax.distributed.initialize(), without arguments,"
-    " at the top of the script, before any other use of JAX.\n"
+    "rehearse: each of the 2 processes ran the whole job by itself, because none of them"
+    " joined the others by jax.distributed.initialize(). Remedy: call jax.distributed.initialize(),"
+    " without arguments, at the top of the script, before any other use of JAX.\n"
 )
 
 
@@ -172,24 +172,27 @@ def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, code, complaint
 
 
 JOIN = "import jax; jax.distributed.initialize()"
+EXISTS = "FileExistsError: checkpoint/0"
 NOT_JOINED = (
-    "host 1 had not called jax.distributed.initialize(). Without that call each process runs the"
-    " whole job by itself, and the processes may disturb each other, for example in a folder that"
-    " all of them write to. Remedy: call jax.distributed.initialize(), without arguments, at the"
-    " top of the script, before any other use of JAX."
+    "host 1 had not joined the other hosts: its call of jax.distributed.initialize() is missing,"
+    " failed, or comes after another use of JAX. Each process then runs the whole job by itself,"
+    " and the processes may disturb each other, for example in a folder that all of them write to."
+    " Remedy: call jax.distributed.initialize(), without arguments, at the top of the script,"
+    " before any other use of JAX."
 )
 
 
 @pytest.mark.parametrize(
-    ("before", "says_so"),
+    ("before", "error", "says_so"),
     [
-        ("", False),  # JAX has nothing to do with it
-        ("import jax", True),
-        (JOIN, False),
-        (f"{JOIN}; jax.devices(); jax.distributed.shutdown()", False),
+        ("", EXISTS, False),  # JAX has nothing to do with it
+        ("import jax", EXISTS, True),
+        (JOIN, EXISTS, False),
+        (f"{JOIN}; jax.devices(); jax.distributed.shutdown()", EXISTS, False),
+        (f"import jax; host and jax.devices(); {JOIN}", "RuntimeError: jax.distributed", True),
     ],
 )
-def test_a_host_that_fails_without_having_joined_is_told_so(before, says_so, script, capsys):
+def test_a_host_that_fails_without_having_joined_is_told_so(before, error, says_so, script, capsys):
     path = script(f"""
         {before}
         if host == 1:
@@ -199,7 +202,7 @@ def test_a_host_that_fails_without_having_joined_is_told_so(before, says_so, scr
     code = main(["rehearse", "--hosts", "2", path])
     shown, complaint = capsys.readouterr()
     assert code == 1
-    assert shown.count("FileExistsError: checkpoint/0") == 1
+    assert shown.count(error) == 1
     head = "rehearse: host 1 failed first, with exit code 1\n"
     assert complaint == head + (f"{NOT_JOINED}\n" if says_so else "")
 

@@ -131,10 +131,12 @@ def test_text_without_nuls_at_its_end_stays_on_the_host_as_an_array_of_its_chara
         (np.int64, 3_000_000_000, "holds 3000000000, which does not fit into int32"),
         (np.int64, -(2**31) - 1, "holds -2147483649, which does not fit into int32"),
         (np.uint64, 2**32, "holds 4294967296, which does not fit into uint32"),
+        (np.float64, 1e300, "holds 1e+300, which does not fit into float32"),
+        (np.complex128, -1e300j, "holds (-0-1e+300j), which does not fit into complex64"),
     ],
 )
 @pipelines
-def test_an_integer_that_32_bits_cannot_hold_is_an_error(pipeline, dtype, value, message):
+def test_a_number_that_32_bits_cannot_hold_is_an_error(pipeline, dtype, value, message):
     ds = pipeline(lambda i: {"x": np.full(2, value if i == 5 else i, dtype)}).shard_to(data_mesh(2))
     with pytest.raises(ShardingError) as refusal:
         list(ds)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grain
+import numpy as np
 from absl import logging
 
 from grain_shard.digest import MANY_DIGITS, element_digest
@@ -21,6 +22,7 @@ from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers, TurnSettings
+from grain_shard.grain_inside import nodes
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.padding import Padding
@@ -30,7 +32,7 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.state_json import from_storage
 from grain_shard.threads.tasks import Items, Producer, Raised
-from grain_shard.trees import Batch
+from grain_shard.trees import Batch, flatten
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
@@ -220,6 +222,29 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
                 return
 
 
+def _warn_of_batches(ds: FeedBatches, row: Any) -> None:
+    """Logs a warning if `make_feed` ends with ``.batch``, so that each row is a batch itself.
+
+    Nothing is logged if each leaf of the row has one dim: so ``.batch`` cuts tokens into rows.
+
+    Args:
+        ds: The batches of the feeds.
+        row: A row of a feed.
+    """
+    size = nodes.records_per_row(ds.feeds.make(0))
+    for path, leaf in zip(*flatten(row)[:2], strict=True):
+        if size is not None and np.ndim(leaf) > 1:
+            rows = ds.rows.global_batch_size
+            logging.warning(
+                "grain_shard: make_feed ends with .batch(%d), so each row of a feed is a batch of"
+                " %d records: %s has shape %s. remedy: leave this .batch out of make_feed, because"
+                " the .batch(%d) of the feeds makes batches. If a row is meant to hold %d records,"
+                " nothing is wrong.",
+                *(size, size, path, (rows, *np.shape(leaf)), rows, size),
+            )
+            return
+
+
 class FeedIterator(BatchIterator):
     """An iterator over the batches of feeds.
 
@@ -262,10 +287,12 @@ class FeedIterator(BatchIterator):
                 raise StopIteration
             with span(BATCH):
                 if self._stacker is None:
+                    first = next(turn for turn in turns if turn.rows)
                     if not self._ds.has_compared_rows:
                         self._ds.has_compared_rows = True
                         _warn_of_same_rows(turns)
-                    self._stacker = row_stacker(next(turn for turn in turns if turn.rows))
+                        _warn_of_batches(self._ds, first.rows[0])
+                    self._stacker = row_stacker(first)
                 batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:
             # The feeds have already given the rows of this batch. A further ``next`` would skip

@@ -169,6 +169,18 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     return getattr(ds, "_batch_size", None)
 
 
+def records_per_row(ds: grain.IterDataset) -> int | None:
+    """Returns n if each element of a stream is a batch of n records; None if that is unknown.
+
+    The stream then ends with ``.batch(n)`` or ``.batch(n).to_iter_dataset()``, with Grain's default
+    batch function, and no ``.map`` changes the batches.
+    """
+    if (found := read_ahead(ds)) is None:
+        return iter_batch_size(ds)
+    node = batch_node(found[0])
+    return node.global_batch_size if node is not None and node.only_stacks else None
+
+
 def records_per_batch(ds: grain.IterDataset) -> int | None:
     """Returns the number of elements of ``.to_iter_dataset`` that a batch of a stream takes.
 

@@ -22,7 +22,7 @@ from grain_shard.trees import (
     Batch,
     FlatBatch,
     flatten,
-    is_none,
+    is_empty,
     is_numeric,
     is_text,
     path_of,
@@ -65,7 +65,7 @@ class Padding:
         if self.global_batch_size is not None:
             require_int("global_batch_size", self.global_batch_size, 1)
         require_choice("remainder", self.remainder, get_args(Remainder))
-        values = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_none)[0]
+        values = jax.tree_util.tree_flatten_with_path(self.pad_value, lambda v: v is None)[0]
         for keys, value in values:
             if not _is_number(value):
                 raise ShardingError(
@@ -90,15 +90,17 @@ class Padding:
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
-        pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
+        pairs = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_empty)[0]
         given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
         # A None in the tree is no leaf and is not padded, but `pad_value` may have a value for it.
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]:
-            nodes = (path_of(keys[:depth]) for depth in range(len(keys) + 1))
-            node = next((path for path in nodes if path in given), None)
-            used.add(node)
-            value = 0 if node is None or self._is_mask(keys) else given[node]
-            if leaf is not None:
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
+            nodes = [path_of(keys[:depth]) for depth in range(len(keys) + 1)]
+            value = next((given[path] for path in nodes if not is_empty(given.get(path))), 0)
+            # An empty tree in `pad_value` fits a tree, and no array.
+            is_array = not is_empty(leaf)
+            used.update(nodes[:-1] if is_array and is_empty(given.get(nodes[-1])) else nodes)
+            if is_array:
+                value = 0 if self._is_mask(keys) else value
                 found.append(_as_dtype(value, np.asarray(leaf), keys))
         for path in (path for path in given if path not in used):
             leaves = flatten(tree)[0]

@@ -30,7 +30,7 @@ from grain_shard.sharding.specs import (
     num_shards,
     spec_rank,
 )
-from grain_shard.trees import Batch, is_none, is_text, path_of
+from grain_shard.trees import Batch, is_empty, is_text, path_of
 
 ReadMode = Literal["auto", "needed", "once"]
 
@@ -254,7 +254,7 @@ class ShardingTree:
             ShardingError: `prefix` is not a prefix of the batch's tree, or a spec does not fit its
                 leaf.
         """
-        prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
+        prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=is_empty)[0])
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         # For each leaf of the batch, the key path of its sharding in the prefix.
         unused = [h for h in prefix if not any(keys[: len(h)] == h for keys, _ in leaves)]
@@ -276,9 +276,9 @@ class ShardingTree:
                     remedy=f"shorten the spec to length {rank}. The first entry is for the rows.",
                 )
         # A None in the batch is a tree without leaves. A spec for it is not a mistake.
-        with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]
-        nones = [keys for keys, leaf in with_nones if leaf is None]
-        used = {*heads, *(head for keys in nones for head in prefix if keys[: len(head)] == head)}
+        with_empty = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_empty)[0]
+        empty = [keys for keys, node in with_empty if is_empty(node)]
+        used = {*heads, *(head for keys in empty for head in prefix if keys[: len(head)] == head)}
         for head in prefix:
             if head not in used:
                 raise ShardingError(
@@ -307,7 +307,7 @@ class ShardingTree:
             ShardingError: No start of the leaf's key path is in `prefix`.
         """
         for depth in range(len(keys) + 1):
-            if keys[:depth] in prefix:
+            if not is_empty(prefix.get(keys[:depth])):
                 return keys[:depth]
         problem = "the leaf has no spec."
         names = ", ".join(map(path_of, unused))

@@ -77,12 +77,13 @@ class RehearsalResult:
             if self.failed_host is None:
                 end = (
                     f"each of the {len(self.returncodes)} processes ran the whole job by itself,"
-                    " because no process called jax.distributed.initialize()."
+                    " because none of them joined the others by jax.distributed.initialize()."
                 )
             else:
                 end = (
-                    f"host {self.failed_host} had not called jax.distributed.initialize(). Without"
-                    " that call each process runs the whole job by itself, and the processes may"
+                    f"host {self.failed_host} had not joined the other hosts: its call of"
+                    " jax.distributed.initialize() is missing, failed, or comes after another use"
+                    " of JAX. Each process then runs the whole job by itself, and the processes may"
                     " disturb each other, for example in a folder that all of them write to."
                 )
             ends.append(
