@@ -37,7 +37,7 @@ def test_it_is_what_going_through_the_run_finds(run, drop, epochs):
     records, sizes = run
     if drop and max(sizes.values()) > records:
         return  # refused
-    cuts, batches = Cuts(records, sizes, drop_remainder=drop), in_turn(records, sizes, drop, epochs)
+    cuts, batches = Cuts(records, sizes, drops_short=drop), in_turn(records, sizes, drop, epochs)
     assert cuts.steps_before(epochs) == len(batches)
     found = [cuts.cut(step) for step in range(len(batches))]
     assert cuts.has_short(epochs) == any(cut.num_records < cut.size for cut in found)

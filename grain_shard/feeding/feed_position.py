@@ -12,11 +12,12 @@ from grain_shard.feeding.feed_reader import FeedState
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, plain
+from grain_shard.reading.padding import REMAINDER
 from grain_shard.state_json import UNCHANGED, sealed, unsealed
 
 # Keys of a state: the number of batches handed out, and the user's choice for a feed that has ended
 # ("pad", "drop" or "error").
-_STEP, REMAINDER = "step", "remainder"
+_STEP = "step"
 
 
 class FeedsPosition(NamedTuple):

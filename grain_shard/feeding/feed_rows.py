@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_reader import FeedTurn
@@ -111,26 +111,26 @@ class FeedRows:
     def end_with(self, turns: Sequence[FeedTurn]) -> bool:
         """Returns True if no further batch is made, because feeds have ended.
 
-        That is so if no feed has a row, or if ``remainder="drop"`` and a feed has too few rows.
+        That is so if no feed has a row, or if short batches are left out and a feed has too few.
 
         Args:
             turns: The rows that each feed has for the next batch.
 
         Raises:
-            ShardingError: A feed has too few rows, and ``remainder="error"``.
+            ShardingError: A feed has too few rows, and a batch may not be short.
         """
         if not any(turn.rows for turn in turns):
             return True
-        if self.padding is None or self.padding.remainder == "pad":
-            return False
         short = [turn for turn in turns if len(turn.rows) < self.per_feed]
-        if short and self.padding.remainder == "error":
+
+        def refuse(remedy: str) -> NoReturn:
             raise ShardingError(
                 f"feed {short[0].feed} has only {len(short[0].rows)} rows left for the last batch,"
                 f" which takes {self.per_feed} rows of each feed.",
-                remedy='pass remainder="pad" (adds zeros and a mask) or remainder="drop".',
+                remedy=remedy,
             )
-        return bool(short)
+
+        return bool(short) and self.padding is not None and self.padding.leaves_out(refuse)
 
     def join(self, turns: Sequence[FeedTurn], stacker: RowStacker) -> Batch:
         """Returns the batch of the rows that the feeds give, on this host.

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator, FeedRun
-from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
+from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import ENDED
 from grain_shard.feeding.feed_rows import row_stacker
 from grain_shard.feeding.feed_sample import FeedSample
@@ -61,7 +61,7 @@ class HostFeeds(HostBatches):
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:
             self.padding = ds.rows.padding
-            self.fingerprint[REMAINDER] = ds.rows.padding.remainder
+            self.fingerprint |= ds.rows.padding.fingerprint()
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:

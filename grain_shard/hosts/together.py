@@ -39,8 +39,6 @@ class AcrossHosts:
         timeout_s: Longest time, in seconds, that a host waits for another.
         fields: The fields that must be the same on all hosts and are known before the first batch.
         shards: The shards of the batch axis that this host holds.
-        remainder: The treatment of a stream that ends before the streams of other hosts: "pad",
-            "drop" or "error".
     """
 
     kind: str
@@ -49,7 +47,6 @@ class AcrossHosts:
     timeout_s: float
     fields: Mapping[str, Any]
     shards: Sequence[int]
-    remainder: str
 
 
 class Together:
@@ -82,7 +79,7 @@ class Together:
         """
         if self._across is None or self._rounds is None:
             return placed
-        return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
+        return AgreedEnd(placed, read, self._rounds, **how)
 
     def start(self, stage: Background[Any] | AgreedEnd[Any]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.

@@ -100,7 +100,7 @@ class Epochs(ShardedIterator):
         """Returns the position at which the next epoch begins, and that epoch's number of batches.
 
         The next epoch is the epoch that ``next`` hands out next. After a restore inside an epoch,
-        it is the remainder of that epoch.
+        it is the rest of that epoch.
         """
         host, position = self._batches, self._at.position
         if self._last == (self._at.moves, host.pass_of(position)[0]):

@@ -204,6 +204,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             stage = together.until_agreed_end(
                 placed,
                 batches,
+                remainder=host.padding.remainder,
                 same_rows=host.rows == GLOBAL,
                 padding=lambda before: place.padding(host, before),
             )

@@ -99,7 +99,7 @@ class RandomAccess(HostBatches):
             left = cuts.steps_before((number + 1) * epochs) - position.step
             if left:
                 return number, left
-            number += 1  # no batch of this pass is left: `drop_remainder` drops its last records
+            number += 1  # no batch of this pass is left, because its last records are dropped
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:

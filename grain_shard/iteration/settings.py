@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.reading.faults import FaultRules
 from grain_shard.reading.iterable import Rows
-from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.sharding_tree import ShardingTree
 
 
@@ -33,9 +32,6 @@ class Settings:
         rows: The rows that a stream yields on each of several hosts: "global" for the same whole
             batches on every host, "local" for rows of its own. None takes the argument `rows` of
             `from_iterable`. On several hosts one of the two arguments has to be given.
-        remainder: The treatment of a stream that ends before the streams of other hosts, or of a
-            feed that ends before other feeds. "pad" continues it with rows of padding. "drop" ends
-            all streams or feeds. "error" raises an error.
         timeout_s: Longest time that one host waits for another, in seconds.
         fault_rules: The rules for failed reads.
     """
@@ -48,7 +44,6 @@ class Settings:
     executor: Executor | None = None
     final_shardings: ShardingTree | None = None
     rows: Rows | None = None
-    remainder: Remainder = "pad"
     timeout_s: float = 60.0
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 

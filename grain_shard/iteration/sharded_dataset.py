@@ -244,9 +244,8 @@ class ShardedDataset(grain.IterDataset):
         fields = {
             **host.compared,
             "rows": host.rows,
-            "remainder": settings.remainder,
             "read": "once" if settings.final_shardings else "needed",
-            "pad_value": repr(host.padding.pad_value),
+            **host.padding.described(),
             **self.shardings.describe(),
         }
         return AcrossHosts(
@@ -256,7 +255,6 @@ class ShardedDataset(grain.IterDataset):
             timeout_s=settings.timeout_s,
             fields=fields,
             shards=self.layout.shards,
-            remainder=settings.remainder,
         )
 
 

@@ -149,14 +149,14 @@ class BatchBuilder:
         No other object refers to the arrays.
 
         Raises:
-            ShardingError: The batch is short although `remainder` is not "pad", or it cannot be
+            ShardingError: The batch is short although short batches are not padded, or it cannot be
                 padded.
         """
         batch = self._stacked()
         if self.padding is None:
             return batch.tree
         with span(PAD):
-            if batch.rows < self.num_rows and self.padding.remainder != "pad":
+            if batch.rows < self.num_rows and not self.padding.pads_short:
                 batch.refuse(
                     "a batch in the middle of an epoch is short, because a transformation between"
                     " .batch and .shard_to changes the order of batches.",

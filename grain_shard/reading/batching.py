@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -155,7 +155,7 @@ class Batching(ABC):
 
     def fingerprint(self) -> Fingerprint:
         """Returns the fields that must be the same when a saved state is restored."""
-        return {} if self.padding is None else {"remainder": self.padding.remainder}
+        return {} if self.padding is None else self.padding.fingerprint()
 
     def beginning_at(self: B, progress: Progress) -> B:
         """Returns a copy whose first batch begins at a position.
@@ -184,8 +184,8 @@ class Batching(ABC):
             ShardingError: `remainder` is "error", and the other cuts have a short batch.
         """
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
-        if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
-            other._require_full(cuts)
+        if self.padding is not None and self.counts_records:
+            other._check_short(cuts, self.padding)
         return other
 
     def padded(self: B, padding: Padding) -> B:
@@ -196,7 +196,7 @@ class Batching(ABC):
                 is full; or it is "error" or "drop", and it is unknown which batches are short.
         """
         padded = replace(self, padding=padding)
-        if padding.remainder == "pad":
+        if padding.pads_short:
             return padded
         cuts, largest = self.epochs(), max(self.unpadded_sizes)
         if cuts is None:
@@ -206,32 +206,36 @@ class Batching(ABC):
                 remedy="use .batch(B, drop_remainder=True), or slice and shuffle the records before"
                 " .batch.",
             )
-        if padding.remainder == "drop":
+        if padding.drops_short:
             if cuts.records < largest:
                 raise ShardingError(
                     'remainder="drop" leaves no batch: there are fewer records than one batch of'
                     f" {largest} rows.",
                     remedy='pass remainder="pad", or use a smaller batch size.',
                 )
-            return replace(padded, cuts=replace(cuts, drop_remainder=True))
-        self._require_full(cuts)
+            return replace(padded, cuts=replace(cuts, drops_short=True))
+        self._check_short(cuts, padding)
         return padded
 
-    def _require_full(self, cuts: Cuts) -> None:
-        """Raises an error if the cuts of the records have a short batch.
+    def _check_short(self, cuts: Cuts, padding: Padding) -> None:
+        """Checks if the cuts of the records may have a short batch.
 
         Raises:
-            ShardingError: A batch is short.
+            ShardingError: `remainder` is "error", and a batch is short.
         """
-        if cuts.has_short(self.num_epochs):
+
+        def refuse(remedy: str) -> NoReturn:
             begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (
                 f" from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
             )
             raise ShardingError(
                 f"the records{from_there} do not fill the last batch of {sizes} rows.",
-                remedy='pass remainder="pad" (adds zeros and a mask) or remainder="drop".',
+                remedy=remedy,
             )
+
+        if cuts.has_short(self.num_epochs):
+            padding.leaves_out(refuse)
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads and returns one host batch, in the calling thread."""

@@ -67,13 +67,13 @@ class Cuts:
         records: Number of records in an epoch.
         sizes_by_step: Maps a step, which is the number of a batch in the run, to the size of full
             batches from that step on. Steps ascend from 0.
-        drop_remainder: True leaves out the short batch at the end of an epoch.
+        drops_short: True leaves out the short batch at the end of an epoch.
         begin: Position at which the first batch begins. Batches of earlier steps are not made.
     """
 
     records: int
     sizes_by_step: Mapping[int, int]
-    drop_remainder: bool = False
+    drops_short: bool = False
     begin: Progress = START
 
     @property
@@ -92,7 +92,7 @@ class Cuts:
         for step, size in self.sizes_by_step.items():
             if step >= first:
                 start = stretches[-1].cut(step - 1).after if stretches else self.begin
-                stretches.append(_Stretch(self.records, self.drop_remainder, start, size))
+                stretches.append(_Stretch(self.records, self.drops_short, start, size))
         return stretches
 
     def cut(self, step: int) -> Cut:
@@ -135,18 +135,18 @@ class _Stretch:
 
     Attributes:
         records: Number of records in an epoch.
-        drop_remainder: True leaves out the short batch at the end of an epoch.
+        drops_short: True leaves out the short batch at the end of an epoch.
         start: Position at which this part begins.
         size: Size of a full batch.
     """
 
     records: int
-    drop_remainder: bool
+    drops_short: bool
     start: Progress
     size: int
 
     def __post_init__(self) -> None:
-        short = 0 if self.drop_remainder else self.size - 1
+        short = 0 if self.drops_short else self.size - 1
         self._first_epoch = (self.records - self.start.record + short) // self.size
         self._each_epoch = (self.records + short) // self.size
 

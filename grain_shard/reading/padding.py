@@ -6,9 +6,9 @@ import functools
 import itertools
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from grain_shard.trees import (
 )
 
 Remainder = Literal["pad", "drop", "error"]
+REMAINDER = "remainder"  # the name of the option, in states and in messages
 # The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
     'mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)'
@@ -64,7 +65,7 @@ class Padding:
         require_int("divisor", self.divisor, 1)
         if self.global_batch_size is not None:
             require_int("global_batch_size", self.global_batch_size, 1)
-        require_choice("remainder", self.remainder, get_args(Remainder))
+        require_choice(REMAINDER, self.remainder, get_args(Remainder))
         values = jax.tree_util.tree_flatten_with_path(self.pad_value, lambda v: v is None)[0]
         for keys, value in values:
             if not _is_number(value):
@@ -72,6 +73,37 @@ class Padding:
                     f"pad_value{jax.tree_util.keystr(keys)} is {value!r}, not a number.",
                     remedy='pass a number, or a tree of them: {"tokens": tokenizer.pad_id}.',
                 )
+
+    @property
+    def pads_short(self) -> bool:
+        """True if a short batch is padded."""
+        return self.remainder == "pad"
+
+    @property
+    def drops_short(self) -> bool:
+        """True if a short batch is left out."""
+        return self.remainder == "drop"
+
+    def leaves_out(self, refuse: Callable[[str], NoReturn]) -> bool:
+        """Decides what becomes of a short batch.
+
+        Args:
+            refuse: Raises the error of a batch that may not be short. Its argument is the remedy.
+
+        Returns:
+            True if the batch is left out; False if it is padded.
+        """
+        if self.remainder == "error":
+            refuse('pass remainder="pad" (adds zeros and a mask) or remainder="drop".')
+        return self.drops_short
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns the field of a saved state that must be the same when the state is restored."""
+        return {REMAINDER: self.remainder}
+
+    def described(self) -> dict[str, Any]:
+        """Returns the rules that all hosts must have, by name, to compare them."""
+        return {**self.fingerprint(), "pad_value": repr(self.pad_value)}
 
     def size(self, global_batch_size: int) -> int:
         """Returns the number of rows of a full batch, including padding.

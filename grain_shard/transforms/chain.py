@@ -153,7 +153,6 @@ def shard_to(
         executor=executor,
         fault_rules=FaultRules(retries, on_bad_record, max_bad_records),
         rows=rows,
-        remainder=remainder,
         timeout_s=timeout_s,
     )
     try:
@@ -254,7 +253,7 @@ class _Chain(Stage):
             num_shards: Number of shards that a batch of `ds` is cut into: all shards, or only this
                 host's if `ds` yields this host's rows.
         """
-        validate = ValidateBatchSize(num_shards, must_divide=self.pad.remainder != "pad")
+        validate = ValidateBatchSize(num_shards, must_divide=not self.pad.pads_short)
         return ds.pipe(validate).pipe(replace(self.pad, divisor=num_shards))
 
 

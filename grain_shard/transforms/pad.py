@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.row_dataset import RowMapDataset
@@ -73,16 +75,18 @@ class PadToDivisible(Padding, Stage):
         """
         flat = FlatBatch.of(batch)
         rows = seen.rows = seen.rows or flat.rows
-        if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
+
+        def refuse(remedy: str) -> NoReturn:
             flat.refuse(
-                f"the batch has {flat.rows} rows, but a full batch has {rows} rows.",
-                remedy='if the last batch is short, pass remainder="pad" or "drop". Give all other'
-                " batches of the stream the same number of rows.",
+                f"the batch has {flat.rows} rows, but a full batch has {rows} rows.", remedy=remedy
             )
-        if flat.rows < rows and self.remainder == "drop":
+
+        if flat.rows > rows:
+            refuse("give all batches of the stream but the last one the same number of rows.")
+        if flat.rows < rows and self.leaves_out(refuse):
             return DROPPED
         padded_rows = round_up(rows, self.divisor)
-        if self.remainder != "pad" and padded_rows != rows:
+        if not self.pads_short and padded_rows != rows:
             flat.refuse(
                 f"{rows} rows do not split into {self.divisor} shards.",
                 remedy=f'use a batch size of {padded_rows}, or pass remainder="pad".',
