@@ -18,7 +18,7 @@ import pytest
 from grain_shard import Retries, ShardingError, feeds
 from grain_shard.feeding import feed_sample
 from grain_shard.iteration.host_batches import THREAD
-from grain_shard.reading import rereads
+from grain_shard.reading import rereads, sample
 from tests.conftest import data_mesh, ids
 from tests.counting_source import Source
 
@@ -268,7 +268,7 @@ FOUND = {
 @pytest.fixture(name="all_in_time")
 def with_all_in_time(monkeypatch):
     """Lets no record be left out because the machine is slow."""
-    monkeypatch.setattr(rereads, "_ALONE_S", 60.0)
+    monkeypatch.setattr(sample, "_ALONE_S", 60.0)
 
 
 @pytest.mark.usefixtures("all_in_time")

@@ -15,7 +15,8 @@ from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import FeedTurn
 from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.reading.faults import FaultRules, Faults
-from grain_shard.reading.rereads import NO_ROW, THREAD, Row, Sample
+from grain_shard.reading.row_values import NO_ROW, Row
+from grain_shard.reading.sample import THREAD, Sample
 from grain_shard.reading.transient import is_transient
 from grain_shard.threads.background import Background, in_background
 

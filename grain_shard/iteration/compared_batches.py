@@ -12,7 +12,9 @@ from absl import logging
 from grain_shard.grain_inside.nodes import read_by_threads
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
-from grain_shard.reading.rereads import Leaves, Maker, Sample, compare
+from grain_shard.reading.rereads import Maker, compare
+from grain_shard.reading.row_values import Leaves
+from grain_shard.reading.sample import Sample
 from grain_shard.threads.background import Background
 from grain_shard.threads.tasks import Producer
 from grain_shard.trees import Batch

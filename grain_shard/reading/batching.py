@@ -22,7 +22,7 @@ from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.padding import Padding
-from grain_shard.reading.rereads import Sample
+from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch

@@ -15,7 +15,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cut, Cuts
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
-from grain_shard.reading.rereads import Sample
+from grain_shard.reading.sample import Sample
 from grain_shard.reading.stack import RowTemplate
 
 

@@ -19,7 +19,8 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
-from grain_shard.reading.rereads import Leaves, Sample, leaves_of_row
+from grain_shard.reading.row_values import Leaves, leaves_of_row
+from grain_shard.reading.sample import Sample
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.trees import Batch, FlatBatch, check_record, is_text
 

@@ -12,7 +12,8 @@ from grain_shard.errors import ShardingError, describe_error, describe_mesh, req
 from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
-from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, Sample, compare
+from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, compare
+from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
 from grain_shard.threads.worker_processes import refuse_in_worker

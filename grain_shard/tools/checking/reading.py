@@ -15,7 +15,7 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.reading.rereads import same_values, shown
+from grain_shard.reading.row_values import same_values, shown
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch, flatten, is_text
 
