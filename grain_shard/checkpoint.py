@@ -38,7 +38,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from grain_shard.errors import ShardingError
-from grain_shard.iteration.iterator import ShardedIterator, restore_from, state_writer
+from grain_shard.iteration.iterator import ShardedIterator, state_writer
 
 
 class CheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -46,7 +46,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: CheckpointSave) -> None:
         """Writes the iterator's state after the last batch that was handed out."""
-        state_writer(args.iterator)(directory)
+        args.iterator.write_state(directory)
 
     def async_save(
         self, directory: Any, args: CheckpointSave
@@ -71,7 +71,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
             StateError: The state was saved by another pipeline, or by a stream on another number
                 of hosts; or its files are missing or damaged.
         """
-        restore_from(directory, args.iterator)
+        args.iterator.read_state(directory)
         return args.iterator
 
 

@@ -38,7 +38,7 @@ def test_completion_of_an_iterator_shows_what_a_user_calls():
             dir(grain.DatasetIterator)
         )
 
-    both = {"reset", "seek", "stats"}
+    both = {"reset", "seek", "stats", "read_state", "write_state"}
     assert own(grain_shard.ShardedIterator) == own(Epochs) == both
 
 

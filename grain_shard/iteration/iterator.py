@@ -335,6 +335,31 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         state, digest = without_digest(state)
         self._go_to(self._host.from_state(state), digest)
 
+    def write_state(self, directory: Any) -> None:
+        """Writes the state into files of an existing folder, for a program without Orbax.
+
+        Every host has to call this with the same folder, at the same batch.
+
+        Args:
+            directory: The folder, a path.
+
+        Raises:
+            AgreementError: The hosts are not at the same batch.
+        """
+        state_writer(self)(directory)
+
+    def read_state(self, directory: Any) -> None:
+        """Goes to the position of the state that the hosts wrote into a folder.
+
+        Args:
+            directory: The folder that `write_state` or Orbax's handler wrote.
+
+        Raises:
+            StateError: The folder has no state for this host; a file is damaged; files are of
+                different steps; or the state was saved by another pipeline.
+        """
+        self._restore(read_state(directory, self._host.own_feeds))
+
     def _begin_save(
         self, *, in_step: bool = False
     ) -> tuple[Callable[[], None], Callable[[Any], None]]:
@@ -465,7 +490,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         # The state is restored here and not in `done`, because Orbax reports an error of `done` as
         # an error of another handler.
-        restore_from(directory, self)
+        self.read_state(directory)
 
         async def done() -> None:
             pass
@@ -546,13 +571,3 @@ def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:
     compare, write = iterator._begin_save()
     compare()
     return write
-
-
-def restore_from(directory: Any, iterator: ShardedIterator) -> None:
-    """Makes an iterator go to the position of the state that the hosts wrote into a folder.
-
-    Raises:
-        StateError: The folder has no state for this host; a file is damaged; files are of different
-            steps; or the state was saved by another pipeline.
-    """
-    iterator._restore(read_state(directory, iterator._host.own_feeds))
