@@ -22,7 +22,6 @@ from grain_shard import StateError, from_iterable
 from grain_shard.checkpoint import CheckpointItem
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
-from grain_shard.iteration.iterator import restore_from
 from grain_shard.state_json import from_storage, sealed, unsealed
 from tests.conftest import data_mesh, ids
 from tests.pipelines import shared_out
@@ -417,7 +416,7 @@ def test_any_folder_gives_a_state_or_a_state_error(kind, tmp_path_factory):
         for name, content in files.items():
             (folder / name).write_bytes(content)
         with contextlib.suppress(StateError):
-            restore_from(folder, iterator)
+            iterator.read_state(folder)
             next(iterator)
 
     with BUILD[kind]() as iterator:
