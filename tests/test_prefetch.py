@@ -1,4 +1,4 @@
-"""The background stage by itself.
+"""`Background` by itself.
 
 Where threads meet, events and barriers say who goes first; a timeout only ends what hangs.
 """

@@ -85,7 +85,7 @@ class Padding:
         return self.remainder == "drop"
 
     def leaves_out(self, refuse: Callable[[str], NoReturn]) -> bool:
-        """Decides what becomes of a short batch.
+        """Decides if a short batch is left out or padded.
 
         Args:
             refuse: Raises the error of a batch that may not be short. Its argument is the remedy.

@@ -62,7 +62,7 @@ class Sink(Protocol):
         ...
 
     def wrote(self, count: int) -> None:
-        """Counts `count` elements as written, and passes on what they complete."""
+        """Counts `count` elements as written, and passes on the batch that they complete."""
         ...
 
     def failed(self, start: int, error: Raised) -> None:

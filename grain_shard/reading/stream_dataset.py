@@ -157,7 +157,7 @@ class StreamDataset(grain.IterDataset):
 
 
 class BatchIterator(grain.DatasetIterator):
-    """An iterator over batches, with the methods that a background stage needs."""
+    """An iterator over batches, with the methods that a background thread needs."""
 
     @abstractmethod
     def position(self) -> Any:
