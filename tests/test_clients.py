@@ -10,6 +10,7 @@ from tests.clients import __main__ as command
 from tests.clients.__main__ import (
     CHEAPEST,
     CLIENTS,
+    FOLDER,
     PAGE,
     SHOWN,
     recipe,
@@ -24,6 +25,14 @@ def test_the_page_shows_the_recipes_as_they_run():
     assert with_recipes(page) == page, "python -m tests.clients --write mends it"
     assert set(CHEAPEST) <= set(CLIENTS)
     assert [found[2] for found in SHOWN.finditer(page)], "there are some"
+
+
+def test_the_table_of_one_line_changes_shows_code_that_runs():
+    code = (FOLDER / "one_line_changes.py").read_text()
+    _, table = PAGE.read_text().split("| library | with padding in a batch |\n")
+    rows = re.findall(r"^\| ([^|`]*) \| `([^`]*)`", table.split("\n\n")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == ["Equinox, NNX", "NumPyro", "BlackJAX", "clu"]
+    assert not [shown for _, shown in rows if shown not in code]
 
 
 @pytest.mark.parametrize("name", CLIENTS)
