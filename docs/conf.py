@@ -30,6 +30,10 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"  # furo's own underlines names as if they were links
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
+if "GITHUB_REPOSITORY" in os.environ:  # GitHub's name of the repository that builds the site
+    link = {"name": "GitHub", "html": "Source on GitHub", "class": ""}
+    link["url"] = f"https://github.com/{os.environ['GITHUB_REPOSITORY']}"
+    html_theme_options["footer_icons"] = [link]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = [("pictures.js", {"defer": "defer"})]
@@ -44,16 +48,44 @@ default_role = "py:obj"  # `shard_to` in a docstring is a link, where there is s
 autosummary_generate = True
 autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say it in words
-autodoc_preserve_defaults = True
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 logger = sphinx.util.logging.getLogger(__name__)
 PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
+# The words that a reader searches for, by the page and heading at which the search begins. An entry
+# of the index counts more than any title, and its first half is found, too.
+FOUND_BY = {
+    ("saving", "# Save, stop and resume"): ["checkpoints", "resume", "states"],
+    ("changing_runs", "## Epochs"): ["epochs", "seeds", "shuffle"],
+    ("contract", "## C2, C3, C6: padding and the mask"): ["padding"],
+    ("contract", "## C13: the same record for every reader"): ["threads"],
+    ("evaluation", "# Evaluation with a mask"): ["evaluation", "masks"],
+    ("troubleshooting", "## An error of JAX or Python"): ["OOM", "out of memory"],
+    ("coming_from", "## An old loader, as it is"): ["WebDataset"],
+    ("data", "## Parquet"): ["Parquet"],
+    ("many_hosts", "# Many hosts"): ["multi-host"],
+    ("many_hosts", "## Launch"): ["TPU", "SLURM"],
+    ("options", "# Options"): ["prefetch"],
+    ("other_machines", "# More processors than this host has"): ["workers"],
+    ("mixtures", "# Mixtures whose weights change"): ["mixtures"],
+    ("streams", "# Streams that any number of hosts can continue"): ["packing"],
+}
 SHORT = 20  # characters of code that are not broken over two lines
 LONG = 120  # characters beyond which a line of output is wrapped
+
+
+def index_words(app, page, source):
+    """Puts the words of `FOUND_BY` into the index, as main entries, at their headings."""
+    for (name, heading), words in FOUND_BY.items():
+        if name == page:
+            entries = ", ".join(f"! {word}" for word in words)
+            before, after = source[0].split(f"{heading}\n", 1)
+            source[0] = f"{before}{heading}\n\n```{{index}} {entries}\n```\n{after}"
 
 
 def link_pages_of_other_folders(app, doctree):
@@ -109,6 +141,7 @@ def link_public_names(app, doctree):
 
 
 def setup(app):
+    app.connect("source-read", index_words)
     app.connect("autodoc-process-docstring", docstring_as_rst)
     app.connect("doctree-read", link_pages_of_other_folders)
     app.connect("doctree-read", keep_short_code_in_one_line)

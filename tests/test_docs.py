@@ -153,6 +153,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_text_of_a_link_is_no_path(page):
+    texts = re.findall(r"\[([^]\[]+)\]\([^)]+\)", page.read_text())
+    assert not [text for text in texts if re.fullmatch(r"[\w/.]+(\.md|/)", text)]
+
+
 FENCED = re.compile(r"^( *)```(.*)\n(?:.*\n)*?\1```$", re.MULTILINE)
 
 
