@@ -106,7 +106,11 @@ def one_by_one(pipeline, mesh):
     return list(PIPELINES[pipeline](records).shard_to(mesh))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "hints"),
+    [*((kind, "with Grain's hints") for kind in KINDS), (in_memory, "public path only")],
+    indirect=["hints"],
+)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_batches_are_those_of_records_read_one_by_one(kind, pipeline, tmp_path, mesh, hints):
     ours = PIPELINES[pipeline](ArraySource(kind(tmp_path)))
