@@ -146,11 +146,15 @@ def test_a_number_that_32_bits_cannot_hold_is_an_error(pipeline, dtype, value, m
 
 
 @pipelines
-def test_integers_that_32_bits_hold_are_placed(pipeline):
+def test_numbers_that_32_bits_hold_are_placed(pipeline):
     x, y = np.array([-(2**31), 2**31 - 1]), np.array([0, 2**32 - 1], np.uint64)
-    first, *_ = pipeline(lambda i: {"x": x, "y": y}).shard_to(data_mesh(2))
+    z = np.array([np.inf, np.nan, -(2.0**127), 1e-300])
+    c = z.astype(complex)
+    first, *_ = pipeline(lambda i: {"x": x, "y": y, "z": z, "c": c}).shard_to(data_mesh(2))
     assert first["x"].tolist()[0] == x.tolist()
     assert first["y"].tolist()[0] == y.tolist()
+    np.testing.assert_array_equal(np.asarray(first["z"])[0], z.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(first["c"])[0], c.astype(np.complex64))
 
 
 @pipelines

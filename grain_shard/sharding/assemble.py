@@ -19,7 +19,7 @@ from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import as_held, check_fits
+from grain_shard.sharding.specs import check_fits, check_held
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -143,11 +143,10 @@ class Assembler:
     def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
         if leaf.sharding is None:
             return rows
-        layout, global_shape = self._layout, leaf.global_shape
-        rows = as_held(
+        layout, global_shape, shard = self._layout, leaf.global_shape, rows.__getitem__
+        check_held(
             leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
         )
-        shard = rows.__getitem__
         if global_shape and len(layout.shards) < layout.divisor:
             shard = lambda index: rows[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)

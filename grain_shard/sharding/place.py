@@ -14,7 +14,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import as_held, check_fits, fitted
+from grain_shard.sharding.specs import check_fits, check_held, fitted
 from grain_shard.trees import as_arrays, flatten, is_text
 
 
@@ -121,7 +121,8 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             data = _place(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    host_array = as_held(path, np.asarray(array))
+    host_array = np.asarray(array)
+    check_held(path, host_array)
     # The CPU backend may use aligned host memory without a copy. The owner of the memory may write
     # to it later, so each shard is copied.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
