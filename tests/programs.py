@@ -70,24 +70,21 @@ def script(*parts):
 def start(code, path, **options):
     """A program, as a new interpreter whose output can be read while it runs."""
     path.write_text(code)
-    return _python("-X", "faulthandler", str(path), cwd=path.parent, **options)
+    return _python(str(path), cwd=path.parent, **options)
 
 
 def _python(*arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        | {"env": {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}}
-        | options,
-    )
+    env = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"} | options.pop("env", {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    command = [sys.executable, "-X", "faulthandler", *arguments]
+    return subprocess.Popen(command, env=env, text=True, **pipes)
 
 
 @functools.cache
 def _forks():
-    """The process that is forked. OpenBLAS starts no threads in it, so that it can be."""
-    env = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
-    options = {"env": env, "stdin": subprocess.PIPE, "stderr": None, "bufsize": 1}
-    process = _python("-X", "faulthandler", "-c", _FORKS, **options)
+    """The process that is forked, in which OpenBLAS starts no thread."""
+    options = {"stdin": subprocess.PIPE, "stderr": None, "env": {"OPENBLAS_NUM_THREADS": "1"}}
+    process = _python("-c", _FORKS, bufsize=1, **options)
     atexit.register(process.communicate)  # closes its stdin
     return process
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from grain_shard import PadToDivisible, ShardingError
-from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard import PadToDivisible, ShardingError, ShardingTree
 from tests.conftest import data_mesh, ids, numbered
 
 # Grain's padding of the last batch.

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.training.step_memory import estimate_max_batch_size
+from grain_shard.training import estimate_max_batch_size
 
 KB, MB = 2**10, 2**20
 

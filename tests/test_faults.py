@@ -22,14 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries
+from grain_shard import (
+    BadRecordsError,
+    BatchLayout,
+    BatchSchedule,
+    PadToDivisible,
+    Retries,
+    ShardBatch,
+)
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import faults
 from grain_shard.reading.faults import BadRecord, FaultRules, Faults
 from grain_shard.reading.origin import Origin
 from grain_shard.reading.transient import is_transient
-from grain_shard.transforms.pad import PadToDivisible
-from grain_shard.transforms.shard_batch import ShardBatch
 from tests.conftest import (
     assert_ended,
     background_threads,

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import StateError
+from grain_shard import BatchLayout, StateError
 from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
-from grain_shard.sharding.layout import BatchLayout
 from grain_shard.state_json import sealed
 from tests.conftest import data_mesh
 from tests.pipelines import shared_out

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
+from grain_shard import hosts_mesh
 from grain_shard.state_json import sealed
-from grain_shard.tools.planning.topology import hosts_mesh
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
 from tests.pipelines import (

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import DevicePut, ShardingError, ShardingTree, StateError, from_iterable
-from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard import (
+    DevicePut,
+    ShardingError,
+    ShardingTree,
+    StateError,
+    from_iterable,
+    hosts_mesh,
+)
 from tests.conftest import Restorable, data_mesh, ids, refused
 
 EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

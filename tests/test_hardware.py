@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from grain_shard.training.hardware import (
+from grain_shard.training import (
     HardwareType,
     detect_hardware,
     get_batch_size_recommendation,

@@ -20,8 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import rehearse
-from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard import hosts_mesh, rehearse
 from tests.counting_source import Source, no_rereads
 from tests.on_hosts import assembled, or_traceback, own_parts
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import StateError, background, rehearse
-from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard import ShardedIterator, StateError, rehearse
+from grain_shard.threads import crew
 from tests.conftest import (
     assert_ended,
     background_threads,
@@ -209,7 +209,7 @@ class Blocked:
 
 
 def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(monkeypatch):
-    monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
     source = Blocked()
     with iter(grain_shard.from_iterable(source).shard_to(data_mesh(2))) as iterator:
         assert own_rows(next(iterator))[0] == 8

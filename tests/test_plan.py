@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import GrainShardError, ShardingError
-from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.training.hardware import HardwareType
+from grain_shard import GrainShardError, ShardingError, hosts_mesh, topology_mesh
+from grain_shard.training import HardwareType
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"

@@ -16,8 +16,14 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import grain_shard
-from grain_shard import ShardingError, ShardingTree, from_iterable, prefetch_to_device, rehearse
-from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard import (
+    ShardingError,
+    ShardingTree,
+    from_iterable,
+    hosts_mesh,
+    prefetch_to_device,
+    rehearse,
+)
 from grain_shard.tools.showing.display import LeafText
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.tables import to_text

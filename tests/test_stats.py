@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import grain_shard
+from grain_shard.measuring import Figures
 from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.stats.figures import Figures
 from grain_shard.stats.meter import Meter
 from tests.conftest import data_mesh, ids, numbered
 from tests.pipelines import KINDS, shared_out, six

@@ -13,7 +13,7 @@ import pytest
 
 from grain_shard.measuring import measure_throughput
 from grain_shard.placement import prefetch_to_device
-from grain_shard.training.meshes import create_sharded_pipeline
+from grain_shard.training import create_sharded_pipeline
 from tests.conftest import data_mesh, ids, numbered, refused
 from tests.pipelines import flat
 

@@ -23,9 +23,9 @@ from grain_shard import (
     ShardingTree,
     StateError,
     ValidateBatchSize,
+    hosts_mesh,
 )
-from grain_shard.tools.planning.topology import hosts_mesh
-from grain_shard.training.hardware import HardwareType
+from grain_shard.training import HardwareType
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 
