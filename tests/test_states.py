@@ -481,3 +481,22 @@ def test_a_state_of_another_kind_of_pipeline_is_refused_by_its_kind():
     ):
         with pytest.raises(StateError, match=kinds):
             iter(now).set_state(iter(saved).get_state())
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop", "error"])
+@pytest.mark.parametrize("is_endless", [False, True], ids=["10^12 records", "endless"])
+def test_a_state_of_a_large_job_has_less_than_200_bytes(is_endless, remainder):
+    num_records = 10**9 if is_endless else 10**12
+    records = grain.MapDataset.range(num_records).seed(1)
+    for _ in range(8):
+        records = records.map(lambda record: record)
+    records = records.repeat() if is_endless else records
+    ds = records.map(lambda i: {"x": np.int32(i // 1000)}).batch(1000)
+    with iter(ds.shard_to(data_mesh(1), remainder=remainder)) as iterator:
+        iterator.seek(10**9 - 2)
+        next(iterator)
+        state = iterator.get_state()
+        assert state["step"] == 10**9 - 1
+        assert len(json.dumps(state)) < 200
+        iterator.set_state(json.loads(json.dumps(state)))
+        assert set(next(iterator)["x"].tolist()) == {(10**9 - 1) % (num_records // 1000)}

@@ -27,7 +27,8 @@ from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     check_fingerprint,
     fingerprint_at,
-    plain,
+    packed,
+    unpacked,
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.rereads import Maker
@@ -212,7 +213,7 @@ class RandomAccess(HostBatches):
 
     def to_state(self, position: Progress) -> dict[str, Any]:
         fingerprint = fingerprint_at(self.fingerprint, position)
-        return {KIND: self.kind, **self._counted(position), **plain(fingerprint)}
+        return {KIND: self.kind, **self._counted(position), **packed(fingerprint)}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
         """Raises an error if the state and this pipeline count in different units.
@@ -243,6 +244,7 @@ class RandomAccess(HostBatches):
 
     def from_state(self, state: dict[str, Any]) -> Progress:
         _refuse_state_of_grain(state)
+        state = unpacked(state)
         progress = self._progress_in(state)
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))

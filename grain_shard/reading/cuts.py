@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -119,6 +120,8 @@ class Cuts:
 
     def has_short(self, epochs: int) -> bool:
         """Returns True if a batch of the first `epochs` epochs is short."""
+        if self.records == sys.maxsize:  # the length of Grain's endless repeat, which has no end
+            return False
         # A stretch is a part of the run with one batch size. All epochs that begin and end in one
         # stretch have batches of the same sizes, so it is enough to look at the first one. An epoch
         # that ends in a later stretch is the epoch at the start of that stretch. So two epochs of

@@ -30,7 +30,9 @@ from grain_shard.state_json import UNCHANGED
 
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
-TRANSFORMS = "transforms"
+TRANSFORMS, SEEDS = "transforms", "seeds"
+_OF_SEEDS = 6  # hex digits of the digest of the seeds, because a state has less than 200 bytes
+_MARK = "."  # between the digests of the transformations and of the seeds, in a state
 
 HOW_TO_COUNT_RECORDS = (
     "move every .map and slice before .batch, so that they change records, and leave batch_fn out"
@@ -67,8 +69,12 @@ def records_fingerprint(
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
-    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.schedule.weights}
+    size = {WEIGHTS: mixture.schedule.weights} if mixture else {"records": _number_of(records)}
     return {**size, **pipeline_digests(records, after), TRANSFORMS: Transforms.of(described[::-1])}
+
+
+def _number_of(records: grain.MapDataset) -> int | str:
+    return "endless" if len(records) == sys.maxsize else len(records)
 
 
 def _mixture_in_order(
@@ -112,6 +118,22 @@ def plain(fingerprint: Mapping[str, Any]) -> Fingerprint:
     return {key: str(v) if isinstance(v, str) else v for key, v in fingerprint.items()}
 
 
+def packed(fingerprint: Mapping[str, Any]) -> Fingerprint:
+    """Returns a fingerprint as plain JSON of few bytes: the digest of seeds follows another one."""
+    found = plain(fingerprint)
+    seeds = found.pop(SEEDS)
+    return {**found, TRANSFORMS: f"{found[TRANSFORMS]}{_MARK}{seeds}"}
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state in which the fields of `packed` are apart. Other states stay unchanged."""
+    text = state.get(TRANSFORMS)
+    if not isinstance(text, str) or _MARK not in text or SEEDS in state:
+        return dict(state)
+    transforms, _, seeds = text.partition(_MARK)
+    return {**state, TRANSFORMS: transforms, SEEDS: seeds}
+
+
 def pipeline_digests(
     ds: grain.MapDataset | grain.IterDataset, after: Sequence[grain.MapDataset] = ()
 ) -> dict[str, str]:
@@ -127,7 +149,7 @@ def pipeline_digests(
     walked = [*after, *nodes.walk(ds)]
     return {
         "source": digest([_source(node) for node in nodes.sources(ds)]),
-        "seeds": digest([nodes.seeds(n) for n in walked]),
+        SEEDS: digest([nodes.seeds(n) for n in walked])[:_OF_SEEDS],
         TRANSFORMS: Transforms.of([(_text(n), nodes.parameters(n)) for n in walked[::-1]]),
     }
 

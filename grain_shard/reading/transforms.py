@@ -11,7 +11,7 @@ from typing import Any
 
 # Characters of the digest of all transformations, with six bits each. One more character follows
 # for each of the first transformations. A state has less than 200 bytes, so there are few.
-_OF_ALL, _MOST_NODES = 5, 8
+_OF_ALL, _MOST_NODES = 4, 8
 # Grain's name for the node of a transformation, such as "MapMapDataset(transform=decode)".
 _NODE = re.compile(r"(?P<kind>\w+?)(Map|Iter)Dataset\b(\(transform=(?P<function>.*)\))?")
 # Methods whose nodes have another name in Grain.
