@@ -1,5 +1,6 @@
 """The random-access parts of feeds, read in bulk: the rows and the states are those of Grain."""
 
+import collections
 import contextlib
 import functools
 import gc
@@ -113,6 +114,26 @@ def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, h
 def reads():
     with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
         yield reads
+
+
+def test_an_error_of_the_readers_themselves_ends_a_stream_of_cheap_records(reads, monkeypatch):
+    """The stream's own thread evaluates such records, so it must not wait for the readers."""
+    drawn, fails = _Lines._drawn, threading.Event()
+
+    def drawn_or_failed(self):
+        if fails.is_set():
+            raise MemoryError("in a reader")
+        return drawn(self)
+
+    monkeypatch.setattr(_Lines, "_drawn", drawn_or_failed)
+    elements = reads.elements(grain.MapDataset.range(10**6), 0, ahead=True)
+    for _ in range(3000):
+        next(elements)
+    fails.set()
+    reads._lines._wanted.ring()
+    eventually(lambda: reads._readers.failure)
+    with pytest.raises(MemoryError, match="in a reader"):
+        collections.deque(elements, maxlen=0)
 
 
 def record_streams(ds):

@@ -383,7 +383,7 @@ def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypat
 
     waiting = threading.Thread(target=lambda: buffer.wait_for_room(is_enough, lingers=True))
     waiting.start()
-    eventually(lambda: buffer.waits_for_room)
+    eventually(lambda: buffer.is_full)
     assert buffer.take() == 0
     eventually(lambda: 1 in rooms and rooms[-1] == 0)  # there is room for one; it waits for two
     assert waiting.is_alive()

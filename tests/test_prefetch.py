@@ -12,7 +12,8 @@ import pytest
 
 from grain_shard.threads import crew
 from grain_shard.threads.background import in_background
-from grain_shard.threads.tasks import Producer
+from grain_shard.threads.results import Results
+from grain_shard.threads.tasks import Producer, Raised
 from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
@@ -63,6 +64,31 @@ def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about()
         assert background.wait_for(done.is_set)
         with pytest.raises(ValueError, match="of the second result"):
             background.wait_for(lambda: False)
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_wait_for_something_ends_with_false_once_it_is_stopped(is_started):
+    background = stage(lambda n: n)
+    if is_started:
+        next(background)
+        waited = []
+        waiting = threading.Thread(
+            target=lambda: waited.append(background.wait_for(lambda: False)), daemon=True
+        )
+        waiting.start()
+    background.stop()
+    assert_ended(background.threads)
+    assert background.wait_for(lambda: False) is False
+    if is_started:
+        waiting.join(HANG_S)
+        assert waited == [False]
+
+
+def test_a_result_stays_although_an_error_comes_for_it_later():
+    results = Results(2)
+    results.put(results.begin(), "first")
+    results.put(0, Raised(MemoryError(), None))
+    assert (results.take(), results.known().end, results.has_end) == ("first", None, False)
 
 
 class TestErrors:

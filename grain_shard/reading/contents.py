@@ -49,7 +49,7 @@ class Contents(Task):
     """
 
     # With size 0, the time of this task is left out when the number of threads is chosen.
-    begins, size = 0, 0
+    size = 0
 
     def __init__(self, ds: Any = None):
         leaves = [] if ds is None else nodes.sources(ds)

@@ -19,7 +19,7 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.threads.pace import ReadPace
-from grain_shard.threads.results import Making, Results
+from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Raised
 from grain_shard.trees import Batch
 
@@ -32,7 +32,7 @@ _RECORDS_PER_CALL = 1024
 _RECORDS_AHEAD = 4096
 
 
-class Reads(Making[tuple[Batch, Progress]]):
+class Reads(ResultTasks[tuple[Batch, Progress]]):
     """The tasks that read an iterator's batches. A result is a batch and the position after it.
 
     Args:
@@ -109,7 +109,7 @@ class Reads(Making[tuple[Batch, Progress]]):
     @property
     def _has_ended(self) -> bool:
         """True if no more records are taken, except for those that a read has left."""
-        return self._sequence.end is not None or self.results.has_failed
+        return self._sequence.end is not None or self.results.has_end
 
     def done(self, task: Read | Contents) -> None:
         if isinstance(task, Contents):
@@ -119,14 +119,14 @@ class Reads(Making[tuple[Batch, Progress]]):
             self._under_way -= 1
             may_draw = bool(task.left) or not self._under_way
         if may_draw:
-            self.results.room_may_suffice()
+            self.results.check_room_again()
 
     def stop(self) -> None:
         super().stop()
         self._faults.stop()
 
-    def failed(self, error: Raised) -> None:
-        super().failed(error)
+    def abort(self, error: Raised) -> None:
+        super().abort(error)
         self._faults.stop()
 
     def _draw_left(self) -> list[Part]:

@@ -110,6 +110,8 @@ class SharedReads:
                     continue
                 # A reader may note only now that the records are cheap, and read no more of them.
                 self._readers.wait_for(line.may_go_on)
+                if (failure := self._readers.failure) is not None:
+                    failure.throw()
                 if self._readers.is_stopped:
                     raise RuntimeError("the reads of this feed were stopped: the loop has ended")
                 if line.taken not in line.come:

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar, cast
 
 from grain_shard.threads.crew import Crew
 from grain_shard.threads.pace import Pace
-from grain_shard.threads.results import Making, Results
+from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Items, Known, Producer, Raised, Task
 
 S = TypeVar("S")
@@ -34,7 +34,7 @@ class Background(Producer[T]):
         name: Thread name prefix.
     """
 
-    def __init__(self, tasks: Making[T], *, pace: Pace, name: str):
+    def __init__(self, tasks: ResultTasks[T], *, pace: Pace, name: str):
         self._results: Results[T] = tasks.results
         self._crew = Crew(tasks, pace=pace, name=name, progress=self._results.progress)
 
@@ -52,7 +52,7 @@ class Background(Producer[T]):
     def is_idle(self) -> bool:
         """True if no thread works, because the buffer is full or all tasks are done."""
         results = self._results
-        return results.ready >= results.begun and (self._crew.is_over or results.waits_for_room)
+        return results.ready >= results.begun and (self._crew.is_over or results.is_full)
 
     def start(self) -> None:
         """Starts the threads; a second call does nothing."""
@@ -85,10 +85,14 @@ class Background(Producer[T]):
             ForkedError: This is a forked process, in which the threads do not run.
         """
         # An error does not end the wait at once: an unfinished task may still cause the event.
-        came = self._crew.wait_for(lambda: has_come() or self._crew.has_ended, wait_s)
+        came = self._crew.wait_for(lambda: has_come() or self._has_ended, wait_s)
         if came and not has_come():
             cast(Raised, self._results.final).throw()
         return came
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._crew.has_no_thread and self._results.final is not None
 
     def wake(self) -> None:
         """Makes the threads in `wait_for` check again if their event has happened."""
@@ -138,7 +142,7 @@ def in_background(
     return Background(tasks, pace=Pace(threads), name=name)
 
 
-class _Mapped(Making[T], Generic[S, T]):
+class _Mapped(ResultTasks[T], Generic[S, T]):
     """Tasks of which each makes one result from one item of a producer."""
 
     # A class attribute, because the names of this module may be gone at the interpreter's exit.
@@ -153,9 +157,9 @@ class _Mapped(Making[T], Generic[S, T]):
     def draw(self) -> Task | None:
         results = self.results
         has_room = results.wait_for_room(
-            lambda room: room > 0 or results.has_failed, lingers=self._lingers
+            lambda room: room > 0 or results.has_end, lingers=self._lingers
         )
-        if not has_room or results.has_failed:
+        if not has_room or results.has_end:
             return None
         try:
             item = next(self._source)
@@ -173,8 +177,8 @@ class _Mapped(Making[T], Generic[S, T]):
         super().stop()
         self._source.stop()
 
-    def failed(self, error: Raised) -> None:
-        super().failed(error)
+    def abort(self, error: Raised) -> None:
+        super().abort(error)
         self._source.stop()
 
     def close(self) -> None:
@@ -192,6 +196,7 @@ class _Call(Task, Generic[S, T]):
 
     def run(self) -> None:
         try:
-            self._results.put(self._number, self._work(self._item))
+            result: T | Raised = self._work(self._item)
         except BaseException as error:
-            self._results.put(self._number, Raised.of(error))
+            result = Raised.of(error)
+        self._results.put(self._number, result)

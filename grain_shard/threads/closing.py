@@ -1,4 +1,4 @@
-"""`Closing`: closes an object once, in the last thread that uses it, and loses no error of that."""
+"""`Closing`: closes an object once, whoever asks first, and loses no error of that."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Crew`: background threads that draw tasks and run them, as many side by side as pays.
 
-Grain's own background stage can hang on a BaseException, blocks in ``close`` for as long as its
-source blocks, and can abort the interpreter at exit. A crew replaces its threads and promises:
+Grain's own background threads can hang on a BaseException, block in ``close`` for as long as their
+source blocks, and can abort the interpreter at exit. A crew replaces them and promises:
 
 * No thread outlives its consumer: ``close``, garbage collection of the owner and the end of the
   interpreter stop the threads. A thread that is inside the user's code ends when that code returns.
@@ -132,7 +132,7 @@ class Crew:
                 self._pace.limit(rank)
 
     @property
-    def has_ended(self) -> bool:
+    def has_no_thread(self) -> bool:
         """True if no thread runs: all have ended, or none was started."""
         return not self._running
 
@@ -179,7 +179,7 @@ class Crew:
 
     def stop(self) -> None:
         """Tells the threads to end, without waiting."""
-        self.is_stopped = True
+        self.is_stopped = self.is_over = True
         self._tasks.stop()
         self._draw_no_more()
         if all(thread.ident is None for thread in self.threads):  # no thread was started
@@ -201,12 +201,16 @@ class Crew:
         self.stop()
         # At the interpreter's exit the modules that this file imports may be gone. By then the
         # threads have ended. So without a living thread, no imported function is called.
-        alive = [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
-        if alive:
-            deadline = time.monotonic() + _JOIN_TIMEOUT_S
-            for thread in alive:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        until: float | None = None
+        while alive := self._others_alive():  # again, because one of them may have started another
+            until = time.monotonic() + _JOIN_TIMEOUT_S if until is None else until
+            if (left_s := until - time.monotonic()) <= 0:
+                break
+            alive[0].join(left_s)
         self._closing.raise_error()
+
+    def _others_alive(self) -> list[threading.Thread]:
+        return [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
 
     def log_close_error(self) -> None:
         """Logs the error of closing, now or when it happens, because close() will not be called."""
@@ -221,7 +225,7 @@ class Crew:
         except BaseException as error:
             self.failure = self.failure or Raised.of(error)
             self._draw_no_more()
-            self._tasks.failed(self.failure)
+            self._tasks.abort(self.failure)
         finally:
             with self._lock:
                 self._running -= 1

@@ -1,4 +1,4 @@
-"""`Pace` and `ThreadCount`: the number of threads of a stage, adapted while the threads work.
+"""`Pace` and `ThreadCount`: the number of threads of a crew, adapted while the threads work.
 
 Threads that wait for a read cost nothing. Threads that compute in Python slow each other down. The
 user need not say whether the threads wait or compute. `ReadPace` measures one period, called a
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Most threads of a stage. More never helped, and the system may limit the threads of a process.
+# Most threads of a crew. More never helped, and the system may limit the threads of a process.
 MOST_THREADS = 128
 
 # Least seconds and tasks of a window. A shorter window shows little on a busy machine. The first
@@ -47,8 +47,8 @@ class Window(NamedTuple):
     """The measurements of one period.
 
     Attributes:
-        rate: Records per second that the threads of the stage completed.
-        thread_cores: Number of processors that the threads of the stage kept busy.
+        rate: Records per second that the threads of the crew completed.
+        thread_cores: Number of processors that the threads of the crew kept busy.
         process_cores: Number of processors that the whole process kept busy.
         starved: Share of the time, 0 to 1, in which the consumer waited for a result.
     """
@@ -185,9 +185,9 @@ class ThreadCount:
 
 
 class Pace:
-    """The number of threads of a stage that work side by side. Here it is fixed.
+    """The number of threads of a crew that work side by side. Here it is fixed.
 
-    The stage also reports its tasks, by which a subclass may adapt the number. The stage holds its
+    The crew also reports its tasks, by which a subclass may adapt the number. The crew holds its
     lock while it calls a method, except for `consumer_waits` and `consumer_goes_on`.
 
     Attributes:

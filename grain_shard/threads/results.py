@@ -35,18 +35,19 @@ class Results(Generic[T]):
         ready: Number of results before the first missing one, taken ones included.
         taken: Number of results taken; only the consumer changes it.
         final: The error or the end after the ready results; None while it is not known.
-        has_failed: True once an error came in place of any result. No further result should begin.
-        waits_for_room: True while a thread waits for room.
+        has_end: True once an error or the end stands in place of any result. No further result
+            should begin.
         is_stopped: True after `stop`.
         came: Rung when the next result or its error is ready, and when the results are stopped.
-        progress: Rung when any result or its error is ready, and when a thread waits for room.
+        progress: Rung when any result or its error is ready, and when the buffer becomes full.
     """
 
     def __init__(self, size: int):
         self.size: int = size
         self.begun = self.ready = self.taken = 0
         self.final: Raised | None = None
-        self.has_failed = self.waits_for_room = self.is_stopped = False
+        self.has_end = self.is_stopped = False
+        self._waits_for: Callable[[int], bool] | None = None  # `is_enough` of the waiting thread
         # There are several bells, so that an event wakes only the threads that wait for it.
         self.came, self.progress, self._room_came = Bell(), Bell(), Bell()
         self._lock = threading.Lock()
@@ -57,14 +58,20 @@ class Results(Generic[T]):
         """Number of results that may begin now, until the buffer is full."""
         return self.size - (self.begun - self.taken)
 
+    @property
+    def is_full(self) -> bool:
+        """True if a thread waits for room, and there is too little for its task."""
+        is_enough = self._waits_for
+        return is_enough is not None and not is_enough(self.room)
+
     def wait_for_room(
         self, is_enough: Callable[[int], bool] = lambda room: room > 0, *, lingers: bool
     ) -> bool:
         """Waits until there is room for the next task.
 
         Args:
-            is_enough: Returns True if a task can be drawn that begins as many results as its
-                argument, at most. It is called again after each event.
+            is_enough: Returns True if the next task can be drawn. Its argument is the number of
+                results that the task may begin. It is called again after each event.
             lingers: True waits up to 5 ms longer, until half of the buffer is free.
 
         Returns:
@@ -75,13 +82,13 @@ class Results(Generic[T]):
             return not self._are_needed or is_enough(self.room if self.room >= least else 0)
 
         if not has_come():
-            self.waits_for_room = True
+            self._waits_for = is_enough
             self.progress.ring()
             with span(ROOM):
                 self._room_came.wait_for(has_come)
                 if lingers:
                     self._room_came.wait_for(lambda: has_come(self.size // 2), _LINGER_S)
-            self.waits_for_room = False
+            self._waits_for = None
         return self._are_needed
 
     @property
@@ -104,8 +111,9 @@ class Results(Generic[T]):
             result: The result, or its error.
         """
         with self._lock:
-            if self.final is None:
-                self._results.setdefault(number, result)
+            if self.final is None and number >= self.ready:
+                kept = self._results.setdefault(number, result)
+                self.has_end = self.has_end or isinstance(kept, Raised)
             before = self.ready
             with contextlib.suppress(KeyError):  # raised if the next result is missing or cleared
                 while self.final is None:
@@ -118,8 +126,7 @@ class Results(Generic[T]):
                 self._results.clear()
         if self.ready > before or self.final is not None:
             self.came.ring()
-        if isinstance(result, Raised):
-            self.has_failed = True
+        if self.has_end:
             self._room_came.ring()
         self.progress.ring()
 
@@ -127,13 +134,13 @@ class Results(Generic[T]):
         """Puts an error or the end after the last result that was begun."""
         self.put(self.begun, final)
 
-    def fail(self, final: Raised) -> None:
+    def abort(self, final: Raised) -> None:
         """Puts an error after the ready results, because the missing ones will not come."""
         with self._lock:
             self.final = self.final or final
         self._ring_all()
 
-    def room_may_suffice(self) -> None:
+    def check_room_again(self) -> None:
         """Makes the thread in `wait_for_room` check again if the next task can be drawn."""
         self._room_came.ring()
 
@@ -175,7 +182,7 @@ class Results(Generic[T]):
             bell.ring()
 
 
-class Making(Tasks, Generic[T]):
+class ResultTasks(Tasks, Generic[T]):
     """Tasks that put their results into a buffer.
 
     Args:
@@ -191,5 +198,5 @@ class Making(Tasks, Generic[T]):
     def stop(self) -> None:
         self.results.stop()
 
-    def failed(self, error: Raised) -> None:
-        self.results.fail(error)
+    def abort(self, error: Raised) -> None:
+        self.results.abort(error)

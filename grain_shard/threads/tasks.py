@@ -84,7 +84,7 @@ class Raised(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The results that a stage has ready by now.
+    """The results that are ready by now.
 
     Attributes:
         results: Number of results that are ready or were taken, without a gap from the first one.
@@ -126,8 +126,8 @@ class Tasks(Protocol):
     def stop(self) -> None:
         """Ends any wait inside `draw`, and does not wait for it. Any thread may call this."""
 
-    def failed(self, error: Raised) -> None:
-        """Notes an error of the crew, which draws no further task. By default like `stop`."""
+    def abort(self, error: Raised) -> None:
+        """Ends the work after an error of the crew itself. By default like `stop`."""
         self.stop()
 
     def close(self) -> None:

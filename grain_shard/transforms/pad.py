@@ -78,11 +78,12 @@ class PadToDivisible(Padding, Stage):
 
         def refuse(remedy: str) -> NoReturn:
             flat.refuse(
-                f"the batch has {flat.rows} rows, but a full batch has {rows} rows.", remedy=remedy
+                f"the batch has {flat.rows} rows, but a full batch has {rows} rows.",
+                remedy=f"{remedy} Give all other batches of the stream the same number of rows.",
             )
 
         if flat.rows > rows:
-            refuse("give all batches of the stream but the last one the same number of rows.")
+            refuse("only the last batch of a stream may have another size, and fewer rows.")
         if flat.rows < rows and self.leaves_out(refuse):
             return DROPPED
         padded_rows = round_up(rows, self.divisor)
