@@ -300,7 +300,8 @@ def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[
         results.append(function(*call))
         if time.perf_counter() > until:
             break
-    calls = list(remaining)
+    if not (calls := list(remaining)):
+        return results
     try:
         others = _threads().map(lambda call: function(*call), calls)
     except RuntimeError:  # the program is ending, or the system allows no more threads
