@@ -24,6 +24,7 @@ from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.state_json import sealed
 
 HOSTS, FEEDS_OF_HOST = (16, 256, 1536), 4
 RESTORED = 16  # number of hosts whose restore is measured
@@ -42,7 +43,7 @@ def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostFeeds:
 
 def state_of(host: HostFeeds) -> dict[str, Any]:
     """Returns a state of the host's feeds as it would be in the middle of a run."""
-    entry = {"state": {"next_index": 10**6, "buffer": list(range(20))}}
+    entry = sealed({"state": {"next_index": 10**6, "buffer": list(range(20))}})
     feeds = {str(feed): entry for feed in host.own_feeds.run}
     return {"kind": host.kind, "step": 10**5, **host.fingerprint, "feeds": feeds}
 
