@@ -20,6 +20,7 @@ RECORDED_CLASSIFIER = Path(__file__).with_name("recorded_classifier.py")
 LANGUAGE_MODEL = EXAMPLES / "language_model.py"
 TOKEN_FILE = EXAMPLES / "token_file.py"
 CHANGING_RUN = EXAMPLES / "changing_run.py"
+MODEL_AXIS = EXAMPLES / "model_axis.py"
 
 
 def losses_in(folder):
@@ -169,6 +170,24 @@ def test_a_run_that_changes_has_the_losses_of_one_that_does_not(tmp_path):
     assert both[:5] == first
     np.testing.assert_allclose(both, uninterrupted, rtol=1e-4)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_axis_has_the_losses_of_one_host_on_two():
+    def losses_of(output):
+        assert "kernel of the first layer: P(None, 'model')" in output
+        return [float(loss) for loss in re.findall(r"^step .*: loss (.*)$", output, re.MULTILINE)]
+
+    command = [sys.executable, MODEL_AXIS]
+    here = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert here.returncode == 0, here.stderr
+    words = [MODEL_AXIS, "--distributed"]
+    done = rehearse.run_script(words, hosts=2, devices_per_host=4, timeout_s=300)
+    assert done.exit_code == 0, done.outputs
+    expected = losses_of(here.stdout)
+    assert len(expected) == 4
+    assert expected[-1] < expected[0] / 4, "it learns"
+    for output in done.outputs:
+        np.testing.assert_allclose(losses_of(output), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("script", "lines"), [(CLASSIFIER, 150), (LANGUAGE_MODEL, 200)])
