@@ -428,7 +428,7 @@ def case_the_first_wait_is_interrupted_on_one_host(host, _):
 
     def main_thread_waits():
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        return "_wait" in [frame.name for frame in stack]
+        return "wait_for" in [frame.name for frame in stack]
 
     def load(i):
         if host == ODD and next(reads) == 0:
