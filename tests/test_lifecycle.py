@@ -387,6 +387,7 @@ def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypat
     assert buffer.take() == 0
     eventually(lambda: 1 in rooms and rooms[-1] == 0)  # there is room for one; it waits for two
     assert waiting.is_alive()
+    assert not buffer.is_full  # so the threads are not idle: this one is about to read
     assert buffer.take() == 1
     waiting.join(HANG_S)
     assert rooms[-1] == 2

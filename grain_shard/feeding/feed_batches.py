@@ -231,18 +231,19 @@ def _warn_of_batches(ds: FeedBatches, row: Any) -> None:
         ds: The batches of the feeds.
         row: A row of a feed.
     """
-    size = nodes.records_per_row(ds.feeds.make(0))
-    for path, leaf in zip(*flatten(row)[:2], strict=True):
-        if size is not None and np.ndim(leaf) > 1:
-            rows = ds.rows.global_batch_size
-            logging.warning(
-                "grain_shard: make_feed ends with .batch(%d), so each row of a feed is a batch of"
-                " %d records: %s has shape %s. remedy: leave this .batch out of make_feed, because"
-                " the .batch(%d) of the feeds makes batches. If a row is meant to hold %d records,"
-                " nothing is wrong.",
-                *(size, size, path, (rows, *np.shape(leaf)), rows, size),
-            )
-            return
+    leaves = zip(*flatten(row)[:2], strict=True)
+    path, leaf = next(((path, leaf) for path, leaf in leaves if np.ndim(leaf) > 1), ("", None))
+    # `make_feed` is the user's code, so it is called only if the row may be a batch.
+    if not path or (size := nodes.records_per_row(ds.feeds.make(0))) is None:
+        return
+    rows = ds.rows.global_batch_size
+    logging.warning(
+        "grain_shard: make_feed ends with .batch(%d), so each row of a feed is a batch of"
+        " %d records: %s has shape %s. remedy: leave this .batch out of make_feed, because"
+        " the .batch(%d) of the feeds makes batches. If a row is meant to hold %d records,"
+        " nothing is wrong.",
+        *(size, size, path, (rows, *np.shape(leaf)), rows, size),
+    )
 
 
 class FeedIterator(BatchIterator):

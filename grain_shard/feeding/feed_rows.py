@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_reader import FeedTurn
-from grain_shard.reading.padding import Padding, pad_batch
+from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
 from grain_shard.reading.stack import RowStacker
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
@@ -121,16 +121,16 @@ class FeedRows:
         """
         if not any(turn.rows for turn in turns):
             return True
+        if self.padding is None or self.padding.pads_short:
+            return False
         short = [turn for turn in turns if len(turn.rows) < self.per_feed]
-
-        def refuse(remedy: str) -> NoReturn:
+        if short and self.padding.refuses_short:
             raise ShardingError(
                 f"feed {short[0].feed} has only {len(short[0].rows)} rows left for the last batch,"
                 f" which takes {self.per_feed} rows of each feed.",
-                remedy=remedy,
+                remedy=SHORT_REMEDY,
             )
-
-        return bool(short) and self.padding is not None and self.padding.leaves_out(refuse)
+        return bool(short)
 
     def join(self, turns: Sequence[FeedTurn], stacker: RowStacker) -> Batch:
         """Returns the batch of the rows that the feeds give, on this host.

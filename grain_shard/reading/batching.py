@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NoReturn, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
-from grain_shard.reading.padding import Padding
+from grain_shard.reading.padding import SHORT_REMEDY, Padding
 from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import READ, span
@@ -184,8 +184,8 @@ class Batching(ABC):
             ShardingError: `remainder` is "error", and the other cuts have a short batch.
         """
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
-        if self.padding is not None and self.counts_records:
-            other._check_short(cuts, self.padding)
+        if self.padding is not None and self.padding.refuses_short and self.counts_records:
+            other._require_full(cuts)
         return other
 
     def padded(self: B, padding: Padding) -> B:
@@ -214,28 +214,24 @@ class Batching(ABC):
                     remedy='pass remainder="pad", or use a smaller batch size.',
                 )
             return replace(padded, cuts=replace(cuts, drops_short=True))
-        self._check_short(cuts, padding)
+        self._require_full(cuts)
         return padded
 
-    def _check_short(self, cuts: Cuts, padding: Padding) -> None:
-        """Checks if the cuts of the records may have a short batch.
+    def _require_full(self, cuts: Cuts) -> None:
+        """Raises an error if the cuts of the records have a short batch.
 
         Raises:
-            ShardingError: `remainder` is "error", and a batch is short.
+            ShardingError: A batch is short.
         """
-
-        def refuse(remedy: str) -> NoReturn:
+        if cuts.has_short(self.num_epochs):
             begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (
                 f" from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
             )
             raise ShardingError(
                 f"the records{from_there} do not fill the last batch of {sizes} rows.",
-                remedy=remedy,
+                remedy=SHORT_REMEDY,
             )
-
-        if cuts.has_short(self.num_epochs):
-            padding.leaves_out(refuse)
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads and returns one host batch, in the calling thread."""

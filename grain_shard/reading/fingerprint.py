@@ -69,7 +69,9 @@ def records_fingerprint(
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
-    size = {WEIGHTS: mixture.schedule.weights} if mixture else {"records": _number_of(records)}
+    size = {"records": _number_of(records)}
+    if mixture is not None:
+        size = {WEIGHTS: mixture.schedule.weights}
     return {**size, **pipeline_digests(records, after), TRANSFORMS: Transforms.of(described[::-1])}
 
 

@@ -6,9 +6,9 @@ import functools
 import itertools
 import numbers
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from grain_shard.trees import (
 
 Remainder = Literal["pad", "drop", "error"]
 REMAINDER = "remainder"  # the name of the option, in states and in messages
+SHORT_REMEDY = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
 # The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
     'mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)'
@@ -84,18 +85,10 @@ class Padding:
         """True if a short batch is left out."""
         return self.remainder == "drop"
 
-    def leaves_out(self, refuse: Callable[[str], NoReturn]) -> bool:
-        """Decides if a short batch is left out or padded.
-
-        Args:
-            refuse: Raises the error of a batch that may not be short. Its argument is the remedy.
-
-        Returns:
-            True if the batch is left out; False if it is padded.
-        """
-        if self.remainder == "error":
-            refuse('pass remainder="pad" (adds zeros and a mask) or remainder="drop".')
-        return self.drops_short
+    @property
+    def refuses_short(self) -> bool:
+        """True if a short batch is an error, whose remedy is `SHORT_REMEDY`."""
+        return self.remainder == "error"
 
     def fingerprint(self) -> dict[str, str]:
         """Returns the field of a saved state that must be the same when the state is restored."""

@@ -64,9 +64,7 @@ class Results(Generic[T]):
         is_enough = self._waits_for
         return is_enough is not None and not is_enough(self.room)
 
-    def wait_for_room(
-        self, is_enough: Callable[[int], bool] = lambda room: room > 0, *, lingers: bool
-    ) -> bool:
+    def wait_for_room(self, is_enough: Callable[[int], bool], *, lingers: bool) -> bool:
         """Waits until there is room for the next task.
 
         Args:

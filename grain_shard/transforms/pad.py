@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.reading.padding import Padding, pad_batch
+from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import DROPPED, SeenBatches, StreamDataset
 from grain_shard.sharding.layout import round_up
@@ -75,16 +73,13 @@ class PadToDivisible(Padding, Stage):
         """
         flat = FlatBatch.of(batch)
         rows = seen.rows = seen.rows or flat.rows
-
-        def refuse(remedy: str) -> NoReturn:
+        if flat.rows > rows or (flat.rows < rows and self.refuses_short):
             flat.refuse(
                 f"the batch has {flat.rows} rows, but a full batch has {rows} rows.",
-                remedy=f"{remedy} Give all other batches of the stream the same number of rows.",
+                remedy=f"if the last batch is short, {SHORT_REMEDY} Give all other batches of the"
+                " stream the same number of rows.",
             )
-
-        if flat.rows > rows:
-            refuse("only the last batch of a stream may have another size, and fewer rows.")
-        if flat.rows < rows and self.leaves_out(refuse):
+        if flat.rows < rows and self.drops_short:
             return DROPPED
         padded_rows = round_up(rows, self.divisor)
         if not self.pads_short and padded_rows != rows:
