@@ -231,8 +231,8 @@ def _warn_of_batches(ds: FeedBatches, row: Any) -> None:
         ds: The batches of the feeds.
         row: A row of a feed.
     """
-    leaves = zip(*flatten(row)[:2], strict=True)
-    path, leaf = next(((path, leaf) for path, leaf in leaves if np.ndim(leaf) > 1), ("", None))
+    shapes = ((path, np.shape(leaf)) for path, leaf in zip(*flatten(row)[:2], strict=True))
+    path, shape = next(((path, shape) for path, shape in shapes if len(shape) > 1), ("", ()))
     # `make_feed` is the user's code, so it is called only if the row may be a batch.
     if not path or (size := nodes.records_per_row(ds.feeds.make(0))) is None:
         return
@@ -242,7 +242,7 @@ def _warn_of_batches(ds: FeedBatches, row: Any) -> None:
         " %d records: %s has shape %s. remedy: leave this .batch out of make_feed, because"
         " the .batch(%d) of the feeds makes batches. If a row is meant to hold %d records,"
         " nothing is wrong.",
-        *(size, size, path, (rows, *np.shape(leaf)), rows, size),
+        *(size, size, path, (rows, *shape), rows, size),
     )
 
 
