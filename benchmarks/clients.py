@@ -166,7 +166,7 @@ def rounds_of(client: str, rounds: int) -> list[dict[str, Figures | str]]:
         Skip: The environment was not made.
     """
     if not is_made(client, "newest"):
-        raise Skip(f"not installed: python -m tests.clients --python {client}")
+        raise Skip(f"not installed: `python -m tests.clients --python {client}`")
     python = str(environment(client, "newest"))
     done = subprocess.run(
         contained([python, "-m", "benchmarks.clients", client, str(rounds)]),

@@ -52,7 +52,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
-copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 logger = sphinx.util.logging.getLogger(__name__)
@@ -76,7 +76,7 @@ FOUND_BY = {
     ("streams", "# Streams that any number of hosts can continue"): ["packing"],
 }
 SHORT = 20  # characters of code that are not broken over two lines
-LONG = 120  # characters beyond which a line of output is wrapped
+LONG = 100  # characters beyond which a line of output is wrapped
 
 
 def index_words(app, page, source):

@@ -1,11 +1,13 @@
 """Runs a multi-host JAX program on one (Linux) machine: one process for each host, on CPUs.
 
 A script runs as on a pod: ``jax.distributed.initialize()`` needs no arguments, and collectives
-cross the processes. A test can call a function on every host, and gets all results in a list::
+cross the processes::
 
     $ python -m grain_shard rehearse --hosts 4 --devices-per-host 2 train.py --steps 20
     [host 2] step 0: loss 4.12
     [host 0] step 0: loss 4.12
+
+A test can call a function on every host, and gets all results in a list::
 
     >>> import jax
     >>> from grain_shard import rehearse

@@ -1,17 +1,22 @@
 """What the notebooks draw: one function a picture, in the colors of `tools/palette.py`."""
 
+import io
+
 import matplotlib.pyplot as plt
 import numpy as np
+from IPython.display import Image, display
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
-from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from grain_shard.tools.palette import COLORS, EMPTY, FILLS, GRAY, GREEN, VERMILION
 
 
-def as_jpeg():
-    """From here on; of photographs that is a fraction of the bytes."""
-    set_matplotlib_formats("jpeg", bbox_inches="tight", pil_kwargs={"quality": 90})
+def show_photographs(figure):
+    """Shows a figure as a JPEG, which is smaller, and not inverted on a dark page of the site."""
+    file = io.BytesIO()
+    figure.savefig(file, format="jpeg", bbox_inches="tight", pil_kwargs={"quality": 90})
+    plt.close(figure)
+    display(Image(file.getvalue()))
 
 
 def fill(number):
@@ -78,6 +83,7 @@ def image_parts(images, *, columns=3, width=11, title=None):
         axis.set(xlim=(0, array.shape[1]), ylim=(array.shape[0], 0))
         axis.set_title(name, fontsize=9, family="monospace")
     figure.suptitle(title)
+    show_photographs(figure)
 
 
 def meshes(named):
@@ -116,11 +122,13 @@ def rows(batch, title):
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set(color=COLORS[device_of[row] % len(COLORS)], linewidth=3)
     figure.suptitle(title)
+    if images.shape[-1] == 3:
+        show_photographs(figure)
 
 
 def photographs(named, patch):
     """Photographs, with the lines along which they are cut into patches."""
-    _, axes = plt.subplots(1, len(named), figsize=(11, 3.9), layout="constrained")
+    figure, axes = plt.subplots(1, len(named), figsize=(11, 3.9), layout="constrained")
     for axis, (name, photo) in zip(axes, named.items(), strict=True):
         height, width = photo.shape[:2]
         axis.imshow(photo)
@@ -129,6 +137,7 @@ def photographs(named, patch):
         axis.grid(color="white", linewidth=0.5)
         axis.tick_params(length=0)
         axis.set_title(f"{name}: {height // patch} x {width // patch} records")
+    show_photographs(figure)
 
 
 def words(batch):
@@ -174,7 +183,7 @@ def documents(segments, num_feeds):
     axis.hlines(np.arange(1, num_feeds) * of_feed, 0, length, color="black", lw=0.8)
     axis.set(
         xlabel="token",
-        title="The first batch. Colors: the documents of a row, in order; white: left over",
+        title="The first batch. Colors: the documents of a row, in order; empty: left over",
     )
 
 

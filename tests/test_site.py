@@ -89,3 +89,10 @@ def test_code_has_a_button_that_copies_it(site):
         assert name in page
         assert (site / "_static" / name).exists()
     assert "button.copybtn { opacity" in (site / "_static" / "site.css").read_text()
+
+
+def test_a_dark_page_inverts_drawings_and_no_photograph(site):
+    style = (site / "_static" / "site.css").read_text()
+    spared = set(re.findall(r'article img:not\(\[src\$="(\.\w+)"\]\) { filter: invert', style))
+    pictures = (site / "_images").iterdir()
+    assert spared == {file.suffix for file in pictures if file.read_bytes().startswith(b"\xff\xd8")}
