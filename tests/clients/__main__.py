@@ -27,9 +27,7 @@ CLIENTS = sorted(
 # The two that cost least, which CI runs.
 CHEAPEST = ["orbax_v1", "substrax_datarax"]
 RECIPE = re.compile(r"^# recipe\n(.*?)^# end of recipe\n", re.DOTALL | re.MULTILINE)
-SHOWN = re.compile(
-    r"(<!-- not run: the recipe of tests/clients/(\w+)\.py -->\n```python\n)(.*?)(```)", re.DOTALL
-)
+SHOWN = re.compile(r"(<!-- not run: the recipe of (\S+) -->\n```python\n)(.*?)(```)", re.DOTALL)
 
 
 def metadata(name: str) -> dict:
@@ -52,14 +50,14 @@ def ours_of(head: dict) -> dict:
     return head.get("tool", {}).get("clients", {})
 
 
-def recipe(name: str) -> str:
-    """The lines of a client's file that a user copies."""
-    parts = RECIPE.findall((FOLDER / f"{name}.py").read_text())
+def recipe(path: str) -> str:
+    """The lines that a user copies of a client's file, or of an example that a client runs."""
+    parts = RECIPE.findall((ROOT / path).read_text())
     return "\n\n\n".join(part.strip("\n") for part in parts) + "\n" * bool(parts)
 
 
 def with_recipes(page: str) -> str:
-    """The page with each recipe as it stands in its client's file."""
+    """The page with each recipe as it stands in its file."""
     return SHOWN.sub(lambda found: found[1] + recipe(found[2]) + found[4], page)
 
 

@@ -35,6 +35,7 @@ class Run:
         stop: The number of steps after which the run saves and ends.
         hosts: The number of hosts.
         feeds: The number of feeds, for a client whose input is cut into them.
+        weights: The model's weights after the last step, if the client notes them.
     """
 
     data: Path
@@ -46,6 +47,7 @@ class Run:
     batches: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: list[list[str]] = dataclasses.field(default_factory=list)
+    weights: list[float] = dataclasses.field(default_factory=list)
 
     def batch(self, batch: Any) -> None:
         """Notes the batch that the trainer was given: a digest of its global rows."""
@@ -88,27 +90,31 @@ def main(
     train: Callable[[Run], None],
     make_data: Callable[[Path], None] = lambda folder: None,
     *,
-    resumed: Iterable[tuple[int, int]] = ((1, 2), (2, 1)),
+    resumed: Iterable[tuple[int, int, int]] = ((1, 2, STOP), (2, 1, STOP)),
     own: bool = True,
     one_feed: bool = False,
     off_own: float = 0.0,
+    also: Callable[[Checks, Callable, Path], None] = lambda check, rehearsed, folder: None,
 ) -> None:
     """The ``__main__`` of a client's file: checks the client, or is one of its runs.
 
     Args:
         train: Trains on each host of a run.
         make_data: Writes the data, once.
-        resumed: Pairs of numbers of hosts: a run that stops, and the run that goes on.
+        resumed: The hosts of a run that stops, the hosts of the run that goes on, and the step
+            after which the first one stops.
         own: Whether the client's own input gives the same batches at each run on 1 host.
         one_feed: Whether ours has the rows of the client's own input if it has one feed only.
         off_own: How much a loss may differ from that with the client's own input, as a part of it.
             Where that has short batches, and ours padding, a mean adds the rows in another order.
+        also: Makes further checks. It gets a function that rehearses a command on some hosts, and
+            a folder.
     """
     if len(sys.argv) > 1:
         _run(train, make_data, json.loads(sys.argv[1]))
     else:
         module = f"tests.clients.{Path(sys.modules['__main__'].__file__).stem}"
-        sys.exit(_check(module, tuple(resumed), own, one_feed, off_own))
+        sys.exit(_check(module, tuple(resumed), own, one_feed, off_own, also))
 
 
 def _run(train, make_data, words) -> None:
@@ -128,11 +134,14 @@ def _run(train, make_data, words) -> None:
     )
     train(run)
     if jax.process_index() == 0:
-        found = {name: getattr(run, name) for name in ("batches", "losses", "evaluations")}
+        kept = ("batches", "losses", "evaluations", "weights")
+        found = {name: getattr(run, name) for name in kept}
         Path(words["found"]).write_text(json.dumps(found))
 
 
-class _Checks:
+class Checks:
+    """The names of checks that held, and of those that failed."""
+
     def __init__(self):
         self.held: list[str] = []
         self.failed: list[str] = []
@@ -145,25 +154,28 @@ class _Checks:
             print(f"FAILED: {name} {why}", file=sys.stderr)
 
 
-def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float) -> int:
+def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float, also) -> int:
     from grain_shard import rehearse
 
-    started, check = time.monotonic(), _Checks()
+    started, check = time.monotonic(), Checks()
     ends = started + float(os.environ["CLIENT_TIMEOUT_S"])
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="client-")))
         (folder / "data").mkdir()
 
-        def run(job, hosts=1, **words):
-            words = {"job": job, "data": str(folder / "data")} | words
-            words["found"] = str(folder / f"{job}.json")
-            done = rehearse.run_script(
-                ["-m", module, json.dumps(words, default=str)],
+        def rehearsed(command, hosts):
+            return rehearse.run_script(
+                command,
                 hosts=hosts,
                 devices_per_host=2 // hosts,
                 timeout_s=max(ends - time.monotonic(), 1),
                 echo=sys.stderr,
             )
+
+        def run(job, hosts=1, **words):
+            words = {"job": job, "data": str(folder / "data")} | words
+            words["found"] = str(folder / f"{job}.json")
+            done = rehearsed(["-m", module, json.dumps(words, default=str)], hosts)
             check.failed += [f"{job} ended badly"] * (done.exit_code != 0)
             if job == "data" or done.exit_code != 0:
                 return None
@@ -179,7 +191,7 @@ def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float) -> i
             if not found or not expected:
                 return
             a, b = found[key], expected[key]
-            if key != "losses":
+            if key not in ("losses", "weights"):
                 check(what, a == b and bool(a), f"{a} for {b}")
                 return
             off = max((abs(x - y) / abs(y) for x, y in zip(a, b, strict=False)), default=9.0)
@@ -205,16 +217,19 @@ def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float) -> i
             if found and found["evaluations"]:
                 passes = found["evaluations"]
                 check(f"evaluated twice alike on {job}", passes[0] == passes[1] != [])
-        for first, then in resumed if one else ():
+        for first, then, stop in resumed if one else ():
             checkpoints = folder / f"checkpoints {first} to {then}"
             name = f"saved on {first}, resumed on {then}"
             job = f"saved on {first}, for {then}"
-            before = train(job, first, stop=STOP, checkpoints=checkpoints)
+            before = train(job, first, stop=stop, checkpoints=checkpoints)
             after = before and train(name, then, checkpoints=checkpoints)
             if after:
                 both = {key: before[key] + after[key] for key in ("batches", "losses")}
                 same(f"{name}: rows", both, one, "batches")
                 same(f"{name}: losses", both, one, "losses", 1e-4)
+                if one["weights"]:
+                    same(f"{name}: weights", after, one, "weights", 1e-3)
+        also(check, rehearsed, folder)
     packages = os.environ["CLIENT_PACKAGES"].split()
     versions = [f"python {platform.python_version()}"]
     versions += [f"{package} {importlib.metadata.version(package)}" for package in packages]

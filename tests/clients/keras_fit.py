@@ -2,53 +2,23 @@
 # requires-python = "==3.13.*"
 # dependencies = ["keras==3.15.1", "jax==0.12.0.1", "jaxlib==0.12.0.1"]
 # ///
-"""Keras 3 with the JAX backend: `fit`, `evaluate` and `predict` on a `keras.distribution`."""
+"""Keras 3 with the JAX backend, by the functions of `examples/keras_fit.py`, and by its script."""
 
-import os
-
-os.environ["KERAS_BACKEND"] = "jax"
+import re
+from pathlib import Path
 
 import grain
 import jax
-import keras
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from grain_shard import PadToDivisible, ShardBatch, ShardingTree, ValidateBatchSize
+from examples import keras_fit as example  # before Keras: it sets the backend
 from tests.clients import checking
 
+import keras  # isort: skip
+
 X = np.random.default_rng(0).normal(size=(90, 4)).astype(np.float32)
-STEPS_PER_EPOCH = 6  # five full batches, and ten rows
-TEST_ROWS = 40
-
-
-# recipe
-def host_rows(ds, first_step=0):  # this host's rows; Keras itself places them
-    mesh = keras.distribution.distribution().device_mesh.backend_mesh
-    layout = ShardingTree.of(mesh, jax.P("batch")).layout()
-    size = layout.divisor
-    for stage in (ValidateBatchSize(size), PadToDivisible(size), ShardBatch(layout)):
-        ds = ds.pipe(stage)
-    ds = ds[first_step:].map(lambda batch: (batch["x"], batch["y"], batch["valid_mask"]))
-    return ds.to_iter_dataset(grain.ReadOptions(num_threads=8, prefetch_buffer_size=8))
-
-
-def train(model, ds, folder, steps_per_epoch, last_epoch):
-    model.optimizer.build(model.trainable_variables)
-    if (folder / "0.weights.h5").exists():
-        model.load_weights(folder / "0.weights.h5")
-    first_step = int(model.optimizer.iterations)
-    path = folder / f"{jax.process_index()}.weights.h5"
-    model.fit(
-        host_rows(ds, first_step),
-        steps_per_epoch=steps_per_epoch,
-        initial_epoch=first_step // steps_per_epoch,
-        epochs=last_epoch,
-        callbacks=[keras.callbacks.ModelCheckpoint(path, save_weights_only=True)],
-    )
-
-
-# end of recipe
+EPOCHS = 2  # of five full batches, and ten rows
 
 
 def records(count):
@@ -56,7 +26,7 @@ def records(count):
         x = X[i] + rng.normal(scale=0.01, size=4).astype(np.float32)
         return {"x": x, "y": x.sum(keepdims=True)}
 
-    return grain.MapDataset.range(count).seed(1).shuffle().random_map(record)
+    return grain.MapDataset.range(count).seed(1).shuffle().random_map(record).batch(16)
 
 
 def own_rows(ds):
@@ -69,6 +39,10 @@ def valid_rows(arrays):
     return {"x": x[mask[0]], "y": y[mask[0]]} if mask else {"x": x, "y": y}
 
 
+class Preempted(Exception):
+    """Ends a run after its step `Run.stop`, as if the process were killed."""
+
+
 class Noted(keras.Sequential):
     """A model that tells the job of each step."""
 
@@ -79,10 +53,15 @@ class Noted(keras.Sequential):
         step = self.train_function
 
         def noted(state, batches):
+            if len(self.job.batches) == self.job.stop < checking.STEPS:
+                raise Preempted
             batch = next(batches)
             self.job.batch(valid_rows(batch))
+            # Without the metrics of the batches before. The mask weights a metric, but not the
+            # mean of losses.
+            *variables, metrics = state
+            state = (*variables, jax.tree.map(lambda total: 0 * total, metrics))
             logs, state = step(state, iter([batch]))
-            # The mean of the epoch so far. The mask weights a metric, but not the mean of losses.
             self.job.loss(logs["mse"])
             return logs, state
 
@@ -102,38 +81,49 @@ def make_model(job):
     return model
 
 
-def predictions(model, ds, job):
-    """The model's predictions for the rows of a dataset, without padding."""
-    if not job.ours:
-        return model.predict(own_rows(ds), verbose=0)
-    if job.hosts == 1:
-        return model.predict(host_rows(ds), verbose=0)[:TEST_ROWS]
-    of_batches = []
-    for batch in ds.shard_to(keras.distribution.distribution().device_mesh.backend_mesh):
-        values = model(batch["x"]), batch["valid_mask"]
-        rows, mask = (process_allgather(value, tiled=True) for value in values)
-        of_batches.append(rows[mask])
-    return np.concatenate(of_batches)
-
-
 def run(job):
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     keras.distribution.set_distribution(distribution)
-    model = make_model(job)
-    ds = records(len(X)).batch(16).repeat()
-    epochs = job.stop // STEPS_PER_EPOCH
+    model, ds, test_ds = make_model(job), records(len(X)), records(40)
     if job.ours:
-        train(model, ds, job.checkpoints, STEPS_PER_EPOCH, epochs)
+        try:
+            example.train(model, ds, test_ds, job.checkpoints, EPOCHS, save_every=3)
+        except Preempted:
+            return
     else:
-        model.fit(own_rows(ds), steps_per_epoch=STEPS_PER_EPOCH, epochs=epochs)
-    test = records(TEST_ROWS).batch(16)
+        model.fit(own_rows(ds.repeat()), steps_per_epoch=len(ds), epochs=EPOCHS)
+    job.weights += [float(w) for weights in model.get_weights() for w in np.ravel(weights)]
     for _ in range(2):
-        rows = host_rows(test) if job.ours else own_rows(test)
-        metrics = model.evaluate(rows, return_dict=True, verbose=0)
-        values = [metrics["mse"], *map(np.asarray, model.get_weights())]
-        values = np.concatenate([np.ravel(v) for v in [*values, predictions(model, test, job)]])
+        rows = example.host_rows(test_ds) if job.ours else own_rows(test_ds)
+        metrics = model.evaluate(rows, steps=len(test_ds), return_dict=True, verbose=0)
+        predictions = example.predict(model, test_ds) if job.ours else model.predict(rows)
+        assert predictions.shape == (40, 1)
+        values = [metrics["mse"], *job.weights, *np.ravel(predictions)]
         job.evaluations.append([f"{value:.3f}" for value in values])
 
 
+def check_script(check, rehearsed, folder):
+    """The whole script: on 2 hosts, continued on 1; and with another seed on each host."""
+
+    def run(script, hosts, epochs):
+        words = [str(script), "--distributed", "--checkpoint-dir", str(folder / script.stem)]
+        return rehearsed([*words, "--epochs", str(epochs)], hosts)
+
+    script = Path(example.__file__)
+    for hosts, epochs in ((2, 1), (1, 2)):
+        done = run(script, hosts, epochs)
+        last = done.outputs[0].strip().splitlines()[-1]
+        wanted = f"500 predictions, step {36 * epochs}"
+        check(f"the script on {hosts}", done.exit_code == 0 and last == wanted, last)
+    other = folder / "other_seeds.py"
+    code, changed = re.subn(r"\.seed\(42\)", ".seed(jax.process_index())", script.read_text())
+    other.write_text(code)
+    done = run(other, 2, 1)
+    refused = all(re.search(r"seeds: .* on host 0; .* on host 1", out) for out in done.outputs)
+    check("other seeds are refused", changed == 1 and done.exit_code == 1 and refused)
+
+
 if __name__ == "__main__":
-    checking.main(run, off_own=1e-6)
+    # Step 6 is the end of an epoch, and step 9 is within one.
+    resumed = ((1, 2, 9), (2, 1, 6))
+    checking.main(run, off_own=1e-6, resumed=resumed, also=check_script)

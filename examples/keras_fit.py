@@ -1,0 +1,137 @@
+"""Keras 3 on any number of hosts: `fit`, `evaluate` and predictions from a Grain pipeline.
+
+`pip install keras`, and run `python examples/keras_fit.py --checkpoint-dir /tmp/keras`. It saves
+after each epoch and every 20 steps. Stop it at any time and start it again, on any number of hosts:
+it goes on after the last save, and ends with the same weights.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "jax"  # before Keras is imported
+
+import grain
+import jax
+import keras
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from grain_shard import PadToDivisible, ShardBatch
+
+GLOBAL_BATCH_SIZE, EPOCHS = 128, 5  # the batch of all hosts together
+
+
+# recipe
+def keras_mesh():
+    return keras.distribution.distribution().device_mesh.backend_mesh
+
+
+def host_rows(ds, first_step=0):
+    sharded = ds.shard_to(keras_mesh(), jax.P("batch"), read="needed")
+    with iter(sharded) as batches:  # compares the hosts
+        batches.seek(first_step)
+        next(batches)
+    ds = ds.pipe(PadToDivisible(sharded.layout.divisor)).pipe(ShardBatch(sharded.layout))
+    ds = ds[first_step:].map(lambda batch: (batch["x"], batch["y"], batch["valid_mask"]))
+    return ds.to_iter_dataset(grain.ReadOptions(num_threads=8, prefetch_buffer_size=8))
+
+
+# end of recipe
+
+
+def train(model, ds, test_ds, folder, epochs, save_every=20):
+    """Trains on from the last save in a folder, which may have been made within an epoch.
+
+    Both datasets end in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`. An epoch is a pass of `ds`.
+    All hosts must see the folder.
+    """
+    model.optimizer.build(model.trainable_variables)
+    if (folder / "0.weights.h5").exists():  # host 0's, on every host
+        model.load_weights(folder / "0.weights.h5")
+    path = folder / f"{jax.process_index()}.weights.h5"
+
+    def fit(first_epoch, last_epoch, num_steps):
+        model.fit(
+            host_rows(ds.repeat(), int(model.optimizer.iterations)),
+            shuffle=False,  # the pipeline has shuffled. With True, Keras warns that it does not
+            steps_per_epoch=num_steps,
+            initial_epoch=first_epoch,
+            epochs=last_epoch,
+            validation_data=host_rows(test_ds),
+            validation_steps=len(test_ds),  # without it, Keras warns that the data has ended
+            callbacks=[
+                keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=freq)
+                for freq in ("epoch", save_every)
+            ],
+            verbose=2 if jax.process_index() == 0 else 0,
+        )
+
+    epoch, steps_done = divmod(int(model.optimizer.iterations), len(ds))
+    if steps_done:  # the rest of the epoch
+        fit(epoch, epoch + 1, len(ds) - steps_done)
+        epoch += 1
+    if epoch < epochs:
+        fit(epoch, epochs, len(ds))
+
+
+def predict(model, ds):
+    """Returns the predictions for all records of a dataset, without padding, on every host."""
+    of_batches = []
+    for batch in ds.shard_to(keras_mesh()):
+        values = model(batch["x"]), batch["valid_mask"]
+        rows, mask = process_allgather(values, tiled=True)
+        of_batches.append(rows[mask])
+    return np.concatenate(of_batches)
+
+
+def make_model():
+    layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    # The mask is the weight of a row. By default, the loss would divide by padding, too.
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    # `evaluate` gives each batch the same weight in `loss`, and each record in a weighted metric.
+    exact_loss = keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="exact_loss")
+    model.compile(keras.optimizers.Adam(0.01), loss, weighted_metrics=[exact_loss, "accuracy"])
+    return model
+
+
+def make_datasets():
+    def augment(record, rng):
+        return record | {"x": record["x"] + np.float32(rng.normal(scale=0.1, size=4))}
+
+    xs = np.random.default_rng(0).normal(size=(5000, 4)).astype(np.float32)
+    records = grain.MapDataset.source(xs).map(lambda x: {"x": x, "y": x.argmax()})
+    train_ds = records[:4500].seed(42).shuffle().random_map(augment)
+    return train_ds.batch(GLOBAL_BATCH_SIZE), records[4500:].batch(GLOBAL_BATCH_SIZE)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="a folder")
+    parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    args = parser.parse_args()
+    if args.distributed:
+        jax.distributed.initialize()
+    else:
+        jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
+        os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for collectives of 8 devices
+    args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    keras.distribution.set_distribution(distribution)  # before the model is made
+    keras.utils.set_random_seed(0)
+    model, (train_ds, test_ds) = make_model(), make_datasets()
+    train(model, train_ds, test_ds, args.checkpoint_dir, args.epochs)
+    steps = {"steps": len(test_ds), "verbose": 0, "return_dict": True}
+    evaluated = model.evaluate(host_rows(test_ds), **steps)
+    labels = predict(model, test_ds).argmax(axis=1)
+    if jax.process_index() == 0:
+        print({name: round(value, 4) for name, value in evaluated.items()})
+        print(f"{len(labels)} predictions, step {int(model.optimizer.iterations)}")
+
+
+if __name__ == "__main__":
+    main()
