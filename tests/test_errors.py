@@ -127,6 +127,21 @@ AT_BUILD = {
         "mesh:   data=4",
         "filter the records in grain_shard.feeds before .shard_to. (A .map over batches may follow .shard_to.)",
     ),
+    ".shuffle cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4)).shuffle(seed=1),
+        "mesh:   data=4",
+        "call .seed(s).shuffle() above .batch, and so before .shard_to. (A .map over batches may follow .shard_to.)",
+    ),
+    ".repeat cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4)).repeat(3),
+        "mesh:   data=4",
+        "loop over ds.epochs(n), or call .repeat(n) before .shard_to. (A .map over batches may follow .shard_to.)",
+    ),
+    "[...] cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4))[1:],
+        "mesh:   data=4",
+        "call seek(step) of an iterator, or slice the dataset before .shard_to. (A .map over batches may follow .shard_to.)",
+    ),
     "the dataset is sharded already.": (
         lambda: numbered(8, 4).shard_to(data_mesh(2)).shard_to(data_mesh(2)),
         "mesh:   data=2",

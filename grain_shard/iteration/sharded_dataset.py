@@ -192,6 +192,18 @@ class ShardedDataset(grain.IterDataset):
         """Raises a `ShardingError`: no transformation before ``.shard_to`` would see the seed."""
         self._refuse_regrouping(".seed", "call .seed(s) above .shuffle, and so")
 
+    def shuffle(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a `ShardingError`: records are shuffled before they are batched."""
+        self._refuse_regrouping(".shuffle", "call .seed(s).shuffle() above .batch, and so")
+
+    def repeat(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a `ShardingError`: `epochs` repeats the batches of random access."""
+        self._refuse_regrouping(".repeat", "loop over ds.epochs(n), or call .repeat(n)")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raises a `ShardingError`: an iterator's ``seek`` goes to a batch of random access."""
+        self._refuse_regrouping("[...]", "call seek(step) of an iterator, or slice the dataset")
+
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: Grain's worker processes must not hold batches on devices."""
         self._refuse_workers()
