@@ -2,8 +2,7 @@
 
 `python examples/image_classifier.py` learns scikit-learn's images of digits, on 8 virtual devices
 if there is no accelerator. It stops halfway, goes on, and checks five promises. With a folder for
-checkpoints it stops only at SIGTERM, by which a cluster preempts a job. Start it again, on any
-number of hosts, and it goes on. Your own images are a `grain_shard.ArrayRecordSource("train-*")`.
+checkpoints it stops at SIGTERM, and resumes. Your images are an `ArrayRecordSource("train-*")`.
 """
 
 import argparse
@@ -100,7 +99,8 @@ def check(train_ds, test_ds, directory):
     compiled, stop_at = [], EPOCHS * len(train_ds) // 2 + 4
     listen = jax.monitoring.register_event_duration_secs_listener
     listen(lambda event, _, **of: "backend_compile" in event and compiled.append(of))
-    print("The training batches:")
+    where = f"{jax.device_count()} {'virtual ' * (jax.default_backend() == 'cpu')}devices"
+    print(f"This check stops the run at step {stop_at}, and starts it again.\nBatches on {where}:")
     grain_shard.show(train_ds)
     train(train_ds, test_ds, directory, lambda step: step == stop_at)
     right, images = train(train_ds, test_ds, directory, lambda step: False)
