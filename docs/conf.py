@@ -61,18 +61,19 @@ PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
 # of the index counts more than any title, and its first half is found, too.
 FOUND_BY = {
     ("saving", "# Save, stop and resume"): ["checkpoints", "resume", "states"],
-    ("changing_runs", "## Epochs"): ["epochs", "seeds", "shuffle"],
+    ("changing_runs", "## Epochs"): ["epochs", "seeds", "shuffle", "shuffle seed"],
     ("contract", "## C2, C3, C6: padding and the mask"): ["padding"],
     ("contract", "## C13: the same record for every reader"): ["threads"],
-    ("evaluation", "# Evaluation with a mask"): ["evaluation", "masks"],
+    ("evaluation", "# Evaluation with a mask"): ["evaluation", "masks", "validation"],
     ("troubleshooting", "## An error of JAX or Python"): ["OOM", "out of memory"],
     ("coming_from", "## An old loader, as it is"): ["WebDataset"],
     ("data", "## Parquet"): ["Parquet"],
-    ("many_hosts", "# Many hosts"): ["multi-host"],
+    ("many_hosts", "# Many hosts"): ["multi-host", "multi host", "two hosts"],
     ("many_hosts", "## Launch"): ["TPU", "SLURM"],
     ("options", "# Options"): ["prefetch"],
     ("other_machines", "# More processors than this host has"): ["workers"],
     ("mixtures", "# Mixtures whose weights change"): ["mixtures"],
+    ("recipes", "## Keras 3"): ["Keras", "fit", "model.fit"],
     ("streams", "# Streams that any number of hosts can continue"): ["packing"],
 }
 SHORT = 20  # characters of code that are not broken over two lines

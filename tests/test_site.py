@@ -57,6 +57,13 @@ OTHER_RESULTS = 15 + 11
         "packing": "streams",
         "evaluation": "evaluation",
         "thread": "contract",
+        "validation": "evaluation",
+        "multi host": "many_hosts",
+        "two hosts": "many_hosts",
+        "shuffle seed": "changing_runs",
+        "Keras": "recipes",
+        "fit": "recipes",
+        "model.fit": "recipes",
     }.items(),
 )
 def test_the_search_shows_the_right_page_first(word, page, index):
