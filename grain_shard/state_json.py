@@ -10,8 +10,10 @@ may turn a float into an int. So `sealed` marks what JSON lacks, and adds a dige
 from __future__ import annotations
 
 import base64
+import importlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 import grain
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from grain_shard.digest import digest
 from grain_shard.errors import GrainShardError, StateError, describe_leaf, shortened
@@ -28,11 +31,12 @@ UNCHANGED = (
     " changes it, store json.dumps(state) as text."
 )
 # Marks of values that JSON lacks. A dict whose only key is a mark has the value, as JSON.
-_TUPLE, _BYTES, _FLOAT, _ARRAY, _PAIRS = (
+_TUPLE, _BYTES, _FLOAT, _ARRAY, _TENSOR, _PAIRS = (
     *("__tuple__", "__bytes__", "__float__", "__array__"),
+    "__tensor__",  # of PyTorch, as in the state of its generators
     "__pairs__",  # a dict with a key that is no text, or that is a mark
 )
-_MARKS = {_TUPLE, _BYTES, _FLOAT, _ARRAY, _PAIRS}
+_MARKS = {_TUPLE, _BYTES, _FLOAT, _ARRAY, _TENSOR, _PAIRS}
 _CHECK = "check"  # the key of the digest that `sealed` adds
 # Limits, so that any state is taken or refused within a second.
 _MOST_LEVELS = 100  # of dicts and lists inside each other
@@ -69,8 +73,8 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         {'next': 3, 'slice': {'__tuple__': [0, 7]}, 'check': '6708f9fa'}
 
     Raises:
-        StateError: The state has a value that is no text, number, bytes, array, tuple, list or
-            dict; or an iterator has no state, so there is a `NoState` in its place.
+        StateError: The state has a value that is no text, number, bytes, array, tensor, tuple, list
+            or dict; or an iterator has no state, so there is a `NoState` in its place.
     """
     count = itertools.count()
     plain = {key: _to_json(value, (key,), count) for key, value in state.items()}
@@ -138,6 +142,24 @@ def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
         ) from error
 
 
+def why_unsaved(state: Mapping[str, Any]) -> str:
+    """Returns why `sealed` refuses the state of an iterator, with the remedy; "" if it does not."""
+    try:
+        sealed(state)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def warn_unsaved(why: str) -> None:
+    """Logs that a loop cannot be saved: now, and not only at the first save.
+
+    Args:
+        why: What `why_unsaved` returned.
+    """
+    logging.warning("this loop cannot be resumed: %s", why)
+
+
 def _digest(plain: Any) -> str:
     return digest(json.dumps(plain, sort_keys=True))
 
@@ -168,12 +190,33 @@ def _to_json(value: Any, path: _Path, count: Iterator[int]) -> Any:
     if isinstance(value, float):
         return {_FLOAT: value.hex()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
-        content = base64.b64encode(value.tobytes()).decode()
-        return {_ARRAY: [value.dtype.str, list(value.shape), content]}
+        return {_ARRAY: _of_array(value)}
+    if (array := _of_tensor(value)) is not None:
+        return {_TENSOR: _of_array(array)}
     is_int = isinstance(value, int) and value.bit_length() <= _MOST_BITS
     if value is None or is_int or isinstance(value, str):
         return value
     raise _unsaved(path, f"is of type {describe_leaf(value)}")
+
+
+def _of_array(array: np.ndarray) -> list[Any]:
+    return [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+
+
+def _to_array(content: list[Any]) -> np.ndarray:
+    dtype, shape, values = content
+    return np.frombuffer(base64.b64decode(values), dtype).reshape(shape).copy()
+
+
+def _of_tensor(value: Any) -> np.ndarray | None:
+    """Returns the values of a tensor of PyTorch, if NumPy has its dtype and the CPU has it."""
+    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.numpy()
+    except (TypeError, RuntimeError):  # bfloat16; on a GPU, or a part of a graph
+        return None
 
 
 def _from_json(saved: Any) -> Any:
@@ -191,8 +234,9 @@ def _from_json(saved: Any) -> Any:
     if mark == _FLOAT:
         return float.fromhex(content)
     if mark == _ARRAY:
-        dtype, shape, values = content
-        return np.frombuffer(base64.b64decode(values), dtype).reshape(shape).copy()
+        return _to_array(content)
+    if mark == _TENSOR:
+        return importlib.import_module("torch").from_numpy(_to_array(content))
     if mark == _PAIRS:
         return dict(map(_from_json, content))
     return {key: _from_json(item) for key, item in saved.items()}
@@ -257,6 +301,6 @@ def _foreign(path: _Path, problem: str) -> StateError:
 def _unsaved(path: _Path, problem: str) -> StateError:
     return StateError(
         f"the state of the iterator cannot be saved: {_named(path)} {problem}.\n"
-        "  remedy: let get_state() of the iterator return text, numbers, bytes, NumPy arrays, None,"
-        " and tuples, lists and dicts of them."
+        "  remedy: let get_state() of the iterator return text, numbers, bytes, NumPy arrays,"
+        " tensors of PyTorch on the CPU, None, and tuples, lists and dicts of them."
     )

@@ -1,6 +1,7 @@
 """`from_iterable`: batches of any loader. On several hosts: test_hosts_changing_runs.py."""
 
 import json
+import re
 
 import grain
 import numpy as np
@@ -181,14 +182,46 @@ def test_a_state_of_the_loader_becomes_one_of_the_loop(name, mapped, stop_after)
 
 
 @pytest.mark.parametrize("name", sorted(set(LOADERS) - WITH_STATE))
-def test_without_a_state_of_the_loader_there_is_none(name):
-    with iter(from_iterable(LOADERS[name](), rows="local").shard_to(data_mesh(2))) as iterator:
+def test_without_a_state_of_the_loader_there_is_none(name, caplog):
+    ds = from_iterable(LOADERS[name](), rows="local").shard_to(data_mesh(2))
+    with iter(ds) as iterator:
+        (said,) = [text for text in caplog.messages if "this loop cannot be resumed" in text]
+        assert "has no state" in said
+        assert "remedy: pass a Grain dataset" in said
         next(iterator)
         with pytest.raises(StateError, match=r"has no state[^§]*remedy: pass a Grain dataset"):
             iterator.get_state()
         with pytest.raises(StateError, match="has no state"):
             iterator.set_state({"kind": "stream", "parent": {"parent": None, "rows": 4}})
         assert ids(iterator) == EXPECTED[1:], "a refused state changes nothing"
+
+
+def test_a_state_that_is_no_json_is_named_by_its_path_before_the_first_batch(caplog, capsys):
+    class Unsaved(StatefulIterator):
+        def state_dict(self):
+            return {"next": self.next, "clock": [Tensor([0])]}
+
+    ds = from_iterable(Unsaved).shard_to(data_mesh(2))
+    grain_shard.show(ds)
+    problem = "state['parent']['parent']['clock'][0] is of type Tensor"
+    assert problem in re.sub(r"\s+", " ", capsys.readouterr().out)
+    for _ in range(2):
+        iter(ds).close()
+    (said,) = [text for text in caplog.messages if "this loop cannot be resumed" in text]
+    assert problem in said
+
+
+def test_feeds_without_a_state_say_so_with_the_first_batch(caplog, capsys):
+    def make_feed(feed):
+        return from_iterable(lambda: ({"id": np.int32(i)} for i in range(8)))
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4).shard_to(data_mesh(2))
+    with iter(ds) as iterator:
+        next(iterator)
+        (said,) = [text for text in caplog.messages if "this loop cannot be resumed" in text]
+        assert "a generator has no state" in said
+    grain_shard.show(ds)
+    assert "a generator has no state" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
 def test_grains_nodes_may_follow():

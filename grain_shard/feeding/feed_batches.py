@@ -8,6 +8,7 @@ the step.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,7 +31,7 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
-from grain_shard.state_json import from_storage
+from grain_shard.state_json import from_storage, warn_unsaved, why_unsaved
 from grain_shard.threads.tasks import Items, Producer, Raised
 from grain_shard.trees import Batch, flatten
 
@@ -172,6 +173,7 @@ class FeedBatches(grain.IterDataset):
         self.feeds: FeedStreams = feeds
         self.rows: FeedRows = rows
         self.has_compared_rows = False  # True once the first rows of all feeds were compared
+        self.why_unsaved = ""  # the reason why no state of the feeds can be saved, and the remedy
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of a fixed size, with padding for missing rows, and with a mask.
@@ -190,6 +192,13 @@ class FeedBatches(grain.IterDataset):
         """
         padding = self.rows.padding or Padding(divisor=layout.divisor)
         return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
+
+    def look_at(self, turn: FeedTurn) -> None:
+        """Logs a warning if the state of a feed cannot be saved, and keeps the reason."""
+        if not self.why_unsaved:
+            self.why_unsaved = why_unsaved(pickle.loads(turn.feed_state))
+            if self.why_unsaved:
+                warn_unsaved(self.why_unsaved)
 
     def __iter__(self) -> FeedIterator:
         return FeedIterator(self, FeedRun())
@@ -293,6 +302,7 @@ class FeedIterator(BatchIterator):
                         self._ds.has_compared_rows = True
                         _warn_of_same_rows(turns)
                         _warn_of_batches(self._ds, first.rows[0])
+                        self._ds.look_at(first)
                     self._stacker = row_stacker(first)
                 batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:

@@ -98,6 +98,7 @@ class HostFeeds(HostBatches):
             with contextlib.closing(FeedTurns(settings, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
+                self._ds.look_at(turn)
                 return self._ds.rows.join((), row_stacker(turn))
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",
@@ -118,6 +119,9 @@ class HostFeeds(HostBatches):
 
     def past_end(self, position: FeedsPosition, batches: int) -> FeedsPosition:
         return FeedsPosition.at(position.step + batches, position.pickled_states, ENDED)
+
+    def why_unsaved(self) -> str:
+        return self._ds.why_unsaved
 
     def to_state(self, position: FeedsPosition) -> dict[str, Any]:
         return position.to_state(self.fingerprint)

@@ -224,6 +224,10 @@ class HostBatches(ABC):
         """
         return position
 
+    def why_unsaved(self) -> str:
+        """Returns why no state can be saved, with the remedy; "" if it can, or before a batch."""
+        return ""
+
     @abstractmethod
     def to_state(self, position: Position) -> dict[str, Any]:
         """Returns the position as plain JSON.

@@ -23,6 +23,7 @@ from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.state_json import warn_unsaved
 from grain_shard.trees import Batch
 
 
@@ -63,6 +64,7 @@ class ShardedDataset(grain.IterDataset):
         self.layout: BatchLayout = settings.shardings.layout()
         self._dropped = deque[int](maxlen=2)  # of the last two iterators, see `ShardedIterator`
         self._series = Series()
+        self._is_warned = False  # True once the log has a line on a state that cannot be saved
         self._records_per_batch = records_per_batch
 
     @property
@@ -113,7 +115,11 @@ class ShardedDataset(grain.IterDataset):
                 " `next(it)` in each step.",
                 stacklevel=3,  # the user's line; Grain wraps `__iter__` in one more function
             )
-        return ShardedIterator(self.host, dropped=self._dropped, **self._how(self.host))
+        iterator = ShardedIterator(self.host, dropped=self._dropped, **self._how(self.host))
+        if (why := self.host.why_unsaved()) and not self._is_warned:
+            self._is_warned = True
+            warn_unsaved(why)
+        return iterator
 
     def epochs(self, n: int) -> Epochs:
         """Returns the batches of several epochs, each in another order with other augmentations.

@@ -16,7 +16,7 @@ from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.iterable import require_another_pass, require_new_pass
 from grain_shard.reading.stream_dataset import StreamDataset
-from grain_shard.state_json import restore, sealed, unsealed
+from grain_shard.state_json import restore, sealed, unsealed, why_unsaved
 from grain_shard.trees import Batch
 
 
@@ -46,6 +46,7 @@ class Stream(HostBatches):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
         self.contents = Contents()
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
+        self._why_unsaved = ""
 
     def open(self, position: bytes | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in the stream reads Grain's flags
@@ -54,7 +55,7 @@ class Stream(HostBatches):
         seen = iterator.seen
         if position is not None:
             restore(iterator, pickle.loads(position), "the stream")
-        return opened_in_order(
+        opened = opened_in_order(
             iterator,
             self.kind,
             self._buffer_size,
@@ -62,6 +63,8 @@ class Stream(HostBatches):
             first_digest=lambda: seen.first_digest,
             rereads=Reread.of_stream(self._ds),
         )
+        self._look_at(opened.position)
+        return opened
 
     def require_new_pass(self) -> None:
         require_new_pass(self._ds)
@@ -70,6 +73,7 @@ class Stream(HostBatches):
         require_another_pass(self._ds)
         faults = Faults(self._fault_rules)
         with contextlib.closing(self._ds.iterate(faults)) as iterator:
+            self._look_at(iterator.position())
             batch = next(iterator, None)
         if batch is None:
             raise ShardingError(
@@ -77,6 +81,12 @@ class Stream(HostBatches):
                 remedy='give every host at least one record, or pass remainder="drop".',
             )
         return batch
+
+    def why_unsaved(self) -> str:
+        return self._why_unsaved
+
+    def _look_at(self, position: bytes) -> None:
+        self._why_unsaved = why_unsaved({self._PARENT: pickle.loads(position)})
 
     def to_state(self, position: bytes) -> dict[str, Any]:
         return {KIND: self.kind, **sealed({self._PARENT: pickle.loads(position)})}

@@ -58,7 +58,8 @@ def from_iterable(
     Returns:
         A `grain.IterDataset`. Its iterators have a state if the source's iterators, or the source
         itself, have ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do,
-        or ``state_dict`` and ``load_state_dict``, as a ``StatefulDataLoader`` of torchdata does.
+        or ``state_dict`` and ``load_state_dict``, as a ``StatefulDataLoader`` of torchdata does. If
+        no state can be saved, the log says so when the loop begins.
 
     Raises:
         ShardingError: `rows` has another value, or the source is a Grain dataset.

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, STOP = 12, 6
+STREAMS = "streams on 1 host", "streams on 2 hosts"
 
 
 @dataclasses.dataclass
@@ -48,6 +50,7 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: list[list[str]] = dataclasses.field(default_factory=list)
     weights: list[float] = dataclasses.field(default_factory=list)
+    passes: dict[str, list[list[str]]] = dataclasses.field(default_factory=dict)
 
     def batch(self, batch: Any) -> None:
         """Notes the batch that the trainer was given: a digest of its global rows."""
@@ -65,6 +68,29 @@ class Run:
     def evaluation(self, batches: Iterable[Any]) -> None:
         """Notes the batches of one evaluation."""
         self.evaluations.append([digest(batch) for batch in batches])
+
+    def resumes(self, name: str, make: Callable[[], Any]) -> None:
+        """Notes passes over a stream: one without a stop, others with a stop and a restore.
+
+        Args:
+            name: The name of the stream.
+            make: Makes its dataset, with a new loader at each call.
+        """
+        from jax.experimental import multihost_utils
+
+        with iter(make()) as batches:
+            passes = [[digest(batch) for batch in batches]]
+        for stop in (0, 1, 3):
+            folder = self.checkpoints / f"{name} {stop}"
+            folder.mkdir(exist_ok=True)
+            with iter(make()) as batches:
+                before = [digest(batch) for batch in itertools.islice(batches, stop)]
+                batches.write_state(folder)
+            multihost_utils.sync_global_devices("written by all hosts")
+            with iter(make()) as batches:
+                batches.read_state(folder)
+                passes.append(before + [digest(batch) for batch in batches])
+        self.passes[name] = passes
 
 
 def digest(batch: Any) -> str:
@@ -95,6 +121,7 @@ def main(
     one_feed: bool = False,
     off_own: float = 0.0,
     also: Callable[[Checks, Callable, Path], None] = lambda check, rehearsed, folder: None,
+    streams: Callable[[Run], None] | None = None,
 ) -> None:
     """The ``__main__`` of a client's file: checks the client, or is one of its runs.
 
@@ -109,12 +136,14 @@ def main(
             Where that has short batches, and ours padding, a mean adds the rows in another order.
         also: Makes further checks. It gets a function that rehearses a command on some hosts, and
             a folder.
+        streams: Calls `Run.resumes` with streams that only as many hosts as before can resume.
     """
     if len(sys.argv) > 1:
-        _run(train, make_data, json.loads(sys.argv[1]))
+        words = json.loads(sys.argv[1])
+        _run(streams if streams and words["job"] in STREAMS else train, make_data, words)
     else:
         module = f"tests.clients.{Path(sys.modules['__main__'].__file__).stem}"
-        sys.exit(_check(module, tuple(resumed), own, one_feed, off_own, also))
+        sys.exit(_check(module, tuple(resumed), own, one_feed, off_own, also, bool(streams)))
 
 
 def _run(train, make_data, words) -> None:
@@ -134,7 +163,7 @@ def _run(train, make_data, words) -> None:
     )
     train(run)
     if jax.process_index() == 0:
-        kept = ("batches", "losses", "evaluations", "weights")
+        kept = ("batches", "losses", "evaluations", "weights", "passes")
         found = {name: getattr(run, name) for name in kept}
         Path(words["found"]).write_text(json.dumps(found))
 
@@ -154,7 +183,9 @@ class Checks:
             print(f"FAILED: {name} {why}", file=sys.stderr)
 
 
-def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float, also) -> int:
+def _check(
+    module: str, resumed, own: bool, one_feed: bool, off_own: float, also, streams: bool
+) -> int:
     from grain_shard import rehearse
 
     started, check = time.monotonic(), Checks()
@@ -217,6 +248,10 @@ def _check(module: str, resumed, own: bool, one_feed: bool, off_own: float, also
             if found and found["evaluations"]:
                 passes = found["evaluations"]
                 check(f"evaluated twice alike on {job}", passes[0] == passes[1] != [])
+        for hosts, job in enumerate(STREAMS if streams else (), 1):
+            for name, passes in (train(job, hosts) or {"passes": {}})["passes"].items():
+                is_same = passes == [passes[0]] * 4 and len(passes[0]) > 3
+                check(f"{name} resumed on as many hosts, {hosts}", is_same, str(passes))
         for first, then, stop in resumed if one else ():
             checkpoints = folder / f"checkpoints {first} to {then}"
             name = f"saved on {first}, resumed on {then}"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from datasets.distributed import split_dataset_by_node
 
 import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
@@ -91,5 +92,30 @@ def run(job):
                 job.evaluation(test.iter(16))
 
 
+def streams(job):
+    """What `datasets` reads in order, as with ``streaming=True``."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+
+    def rows():
+        table = prepared(job.data, "train").with_format(None)
+        return table.to_iterable_dataset(num_shards=4).with_format("numpy")
+
+    def whole():
+        return grain_shard.from_iterable(rows().batch(16), rows="global").shard_to(mesh)
+
+    def divided():
+        own = split_dataset_by_node(rows(), jax.process_index(), job.hosts)
+        own = own.batch(16 // job.hosts)
+        return grain_shard.from_iterable(own, rows="local").shard_to(mesh)
+
+    def make_feed(feed):
+        return grain_shard.from_iterable(rows().shard(feed.shard_count, feed.shard_index))
+
+    job.resumes("IterableDataset", whole)
+    job.resumes("split_dataset_by_node", divided)
+    feeds = grain_shard.feeds(make_feed, num_feeds=4)
+    job.resumes("feeds of an IterableDataset", lambda: feeds.batch(16).shard_to(mesh))
+
+
 if __name__ == "__main__":
-    checking.main(run, make_data)
+    checking.main(run, make_data, streams=streams)

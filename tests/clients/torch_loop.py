@@ -1,6 +1,6 @@
 # /// script
 # requires-python = "==3.11.*"
-# dependencies = ["torch==2.13.0", "jax==0.10.2", "jaxlib==0.10.2"]
+# dependencies = ["torch==2.13.0", "torchdata==0.11.0", "jax==0.10.2", "jaxlib==0.10.2"]
 #
 # [tool.clients]
 # lowest = ["torch==2.13.0", "jax==0.10.0", "jaxlib==0.10.0"]
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import grain_shard
 from grain_shard.training import place_model_state_on_shards
@@ -111,5 +113,46 @@ def run(job):
                 job.evaluation(jax.tree.map(np.asarray, batch) for batch in loader)
 
 
+class Halves(torch.utils.data.IterableDataset):
+    """A dataset whose own state has a leaf that no state can have."""
+
+    def __iter__(self):
+        return iter(Lines(80))
+
+    def state_dict(self):
+        return {"scale": torch.ones(2, dtype=torch.bfloat16)}
+
+    def load_state_dict(self, state):
+        raise AssertionError("it was never saved")
+
+
+def streams(job):
+    """Loaders of torchdata, as they are."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    # What is restored begins with another seed, which the generator in the state replaces.
+    seeds = itertools.chain([7], itertools.cycle([7, 8]))
+
+    def shuffled():
+        generator = torch.Generator().manual_seed(next(seeds))
+        loader = StatefulDataLoader(Lines(80), 16, shuffle=True, generator=generator)
+        return grain_shard.from_iterable(loader, rows="global").shard_to(mesh)
+
+    def divided():
+        sampler = StatefulDistributedSampler(Lines(80), job.hosts, jax.process_index(), seed=7)
+        loader = StatefulDataLoader(Lines(80), 16 // job.hosts, sampler=sampler)
+        return grain_shard.from_iterable(loader, rows="local").shard_to(mesh)
+
+    job.resumes("StatefulDataLoader", shuffled)
+    job.resumes("StatefulDistributedSampler", divided)
+    halves = grain_shard.from_iterable(StatefulDataLoader(Halves(), 16), rows="global")
+    refusal = ""
+    with iter(halves.shard_to(mesh)) as batches:
+        try:
+            batches.get_state()
+        except grain_shard.StateError as error:
+            refusal = str(error)
+    assert "['scale'] is of type torch.bfloat16[2]" in refusal, refusal
+
+
 if __name__ == "__main__":
-    checking.main(run)
+    checking.main(run, streams=streams)

@@ -129,6 +129,8 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
         yield "read", "once, then moved by the devices" if once else "what each host needs"
     if why_not := ds.contents.why_not:
         yield "contents", f"not compared: {why_not}"
+    if why := ds.host.why_unsaved():
+        yield "state", why.splitlines()[0]
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
     buffers = f"{on_devices} batches on the devices, {on_host} on the host"
     yield "buffers", f"at most {buffers}"
