@@ -43,8 +43,8 @@ def host_rows(ds, first_step=0):
 def train(model, ds, test_ds, folder, epochs, save_every=20):
     """Trains on from the last save in a folder, which may have been made within an epoch.
 
-    Both datasets end in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`. An epoch is a pass of `ds`.
-    All hosts must see the folder.
+    Each dataset is a `grain.MapDataset` and ends in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`.
+    An epoch is a pass of `ds`. All hosts must see the folder.
     """
     model.optimizer.build(model.trainable_variables)
     if (folder / "0.weights.h5").exists():  # host 0's, on every host
