@@ -142,6 +142,10 @@ AT_BUILD = {
         "mesh:   data=4",
         "call seek(step) of an iterator, or slice the dataset before .shard_to. (A .map over batches may follow .shard_to.)",
     ),
+    "seek needs random access. Streams and feeds cannot jump to a step or a record.": (
+        lambda: iter(stream(numbered(8, 4)).shard_to(data_mesh(4))).seek(0),
+        "call set_state(saved) to go on from a saved state. To use seek, keep the pipeline a grain.MapDataset as far as .batch.",
+    ),
     "the dataset is sharded already.": (
         lambda: numbered(8, 4).shard_to(data_mesh(2)).shard_to(data_mesh(2)),
         "mesh:   data=2",
