@@ -11,6 +11,7 @@ from grain_shard.errors import GrainShardError, ShardingError
 from grain_shard.tools.command import main
 from grain_shard.tools.rehearse import command as rehearsing
 from tests.conftest import HANG_S
+from tests.programs import without_grains_warning
 
 # A command of a test's own, in place of rehearse: PROGRAM % what it does.
 PROGRAM = """
@@ -27,7 +28,9 @@ face.command()
 
 def run(*words, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": HANG_S} | options
-    return subprocess.run([sys.executable, *words], text=True, **options)
+    done = subprocess.run([sys.executable, *words], text=True, **options)
+    done.stderr = without_grains_warning(done.stderr)
+    return done
 
 
 TWO = "plan --hosts 2 --devices-per-host 1 --mesh"

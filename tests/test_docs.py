@@ -12,12 +12,14 @@ What a block prints is what its last line says in a comment.
 import ast
 import doctest
 import importlib.util
+import inspect
 import itertools
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 import grain_shard
 from grain_shard import rehearse
@@ -41,7 +43,9 @@ def test_examples_run(page):
     flags = doctest.NORMALIZE_WHITESPACE
     results = doctest.testfile(str(page), module_relative=False, optionflags=flags)
     assert results.attempted
-    assert not results.failed
+    # As the page says, flax's metrics had no mask once: a loss is then wrong.
+    metrics_are_masked = "mask" in inspect.signature(nnx.metrics.Average.update).parameters
+    assert results.failed == (page.name == "evaluation.md" and not metrics_are_masked)
 
 
 def printed(code, folder, *arguments):

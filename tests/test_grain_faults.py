@@ -112,7 +112,7 @@ def test_a_state_of_concat_then_split_does_not_survive_json_and_ours_does():
 class TestWorkers:
     @pytest.mark.slow
     def test_they_do_not_start_in_a_plain_script(self, tmp_path):
-        # grain#1355: Grain reads absl's flags, which nobody has parsed.
+        # grain#1355: Grain reads absl's flags, which nobody has parsed, to trace the workers.
         code = script("""
             if __name__ == "__main__":
                 ds = grain.MapDataset.range(4).map(lambda i: {"id": np.int32(i)}).batch(4)
@@ -132,7 +132,8 @@ class TestWorkers:
             """)
         status, out, _ = run("from absl import flags\n" + code, tmp_path / "program.py")
         unparsed = "UnparsedFlagAccessError\n"
-        assert (status, out) == (0, f"{unparsed}[0, 1, 2, 3]\n{unparsed}{unparsed}")
+        of_grain = unparsed if hasattr(jax.profiler, "register_subprocess") else ""
+        assert (status, out) == (0, f"{of_grain}[0, 1, 2, 3]\n{unparsed}{unparsed}")
 
     def test_two_of_them_change_the_dataset_of_the_caller(self, mesh):
         if not flags.FLAGS.is_parsed():

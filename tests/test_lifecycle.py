@@ -24,7 +24,7 @@ from tests.conftest import (
     wait,
 )
 from tests.pipelines import IN_TURN, Odd, feeds_of
-from tests.programs import run, script, start
+from tests.programs import run, script, start, without_grains_warning
 
 
 def number(i):
@@ -597,6 +597,7 @@ class TestInterpreterExit:
             out, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
+        err = without_grains_warning(err)
         assert out == "interrupted\n"
         if caught:
             assert (process.returncode, err) == (0, "")

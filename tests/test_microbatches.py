@@ -97,11 +97,19 @@ def test_the_sums_over_the_microbatches_are_those_of_the_batch(axis_type):
     assert collectives(compiled) == {"all-reduce"}, "of the sums"
 
 
-def test_rows_move_with_auto_axes_if_a_shard_does_not_split():
+@pytest.mark.parametrize(("n", "moves"), [(2, {"all-reduce"}), (4, {"all-reduce", "all-gather"})])
+def test_rows_move_with_auto_axes_if_a_shard_does_not_split(n, moves):
     batch = batch_on(mesh_of(AxisType.Auto, data=8), {})
-    compiled = jax.jit(microbatches, static_argnums=1).lower(batch, 4).compile()
-    assert collectives(compiled)
-    np.testing.assert_array_equal(compiled(batch)["id"][1], np.asarray(batch["id"])[1::4])
+
+    def sums(batch):
+        def of(microbatch):
+            return jnp.sum(microbatch["id"] * microbatch["valid_mask"])
+
+        return jax.lax.map(of, microbatches(batch, n))
+
+    compiled = jax.jit(sums).lower(batch).compile()
+    assert collectives(compiled) == moves
+    assert compiled(batch).tolist() == [sum(range(i, 13, n)) for i in range(n)]
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,7 @@ BY_MESH = "ShardByMesh(shard_index=0, shard_count=1, drop_remainder=False)"
         (lambda: next(batches().epochs(3)), "<EpochBatches: epoch 0, 3 of 3 batches left>"),
         (lambda: prefetch_to_device(iter([1])), "<ShardedIterator of stream, not begun>"),
         (lambda: feeds_of(lambda feed, i: i, 4, 8), "FeedBatches(4 feeds, 8 rows)"),
-        (lambda: ShardingTree.of(data_mesh(2)), "ShardingTree(mesh=(data=2), P('data',))"),
+        (lambda: ShardingTree.of(data_mesh(2)), f"ShardingTree(mesh=(data=2), {P('data')!r})"),
         (lambda: ShardingTree.of(data_mesh(2)).layout(), LAYOUT),
         (lambda: grain_shard.BatchLayout(9, tuple(range(9))), LONG_LAYOUT),
         (lambda: grain_shard.ShardByMesh(data_mesh(2)), BY_MESH),

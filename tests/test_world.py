@@ -151,11 +151,12 @@ flags.DEFINE_list("in_code", ["a"], "")
 
 def sees(i):
     config, values = jax.config, flags.FLAGS
+    device = config.jax_default_device
     seen = [
         values.given, values.in_code, library.flags.FLAGS.of_a_library,
         os.path.basename(os.getcwd()), config.jax_enable_x64, config.jax_random_seed_offset,
         config.jax_default_prng_impl, config.jax_threefry_partitionable,
-        str(config.jax_default_device).split(":")[0], np.geterr()["divide"],
+        getattr(device, "platform", device), np.geterr()["divide"],
     ]
     # A worker learns its world without a device.
     assert multiprocessing.parent_process() is None or not xla_bridge.backends_are_initialized()

@@ -216,13 +216,13 @@ def _fits(value: Any, dtype: np.dtype) -> bool:
         return False
     if held == value or (held != held and value != value):
         return True
+    try:
+        largest = float(jnp.finfo(dtype).max)
+    except ValueError:  # not a dtype of floats
+        return False
     # A value beyond the largest float of the dtype becomes inf or NaN. In a float of four or six
     # bits it becomes the largest float, so the value itself is compared as well.
-    return (
-        jnp.issubdtype(dtype, np.inexact)
-        and np.isfinite(held)
-        and abs(value.real) <= float(jnp.finfo(dtype).max)
-    )
+    return bool(np.isfinite(held)) and abs(value.real) <= largest
 
 
 def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[int] = ()) -> Batch:

@@ -106,14 +106,14 @@ def estimate_max_batch_size(
         NotImplementedError: The backend's compiler does not account for memory.
 
     Example:
-        >>> step = lambda weights, batch: (batch @ weights).sum()
+        >>> step = lambda weights, batch: jax.nn.relu(batch @ weights) @ weights
         >>> estimate_max_batch_size(
         ...     step,
         ...     lambda batch_size: jax.ShapeDtypeStruct((batch_size, 1024), "float32"),
         ...     jax.ShapeDtypeStruct((1024, 1024), "float32"),
         ...     memory_limit_bytes=2**30,
         ... )
-        261112
+        87040
     """
     limit, device = memory_limit_bytes, jax.local_devices()[0]
     if limit is None:

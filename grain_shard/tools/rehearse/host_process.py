@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
+# The line with which JAX ends a host because another host has ended.
+LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
 # Seconds that a host has between SIGTERM and SIGKILL. A blocked host does not end on SIGTERM: after
 # jax.distributed.initialize() JAX's preemption service catches the signal, and only notes it for
 # the program to ask for.
@@ -33,8 +35,8 @@ _GRACE_S = 2.0
 #   `sys.exit` the process ends as it would without a rehearsal.) The process exits half a second
 #   late. The reason: the other hosts fail as soon as its connections break, up to 15 ms (measured)
 #   before the end of its process can be seen. A host that only reports the failure of another host
-#   (AgreementError) exits 3 seconds late. With these delays the first process to end is the process
-#   that failed first.
+#   (AgreementError) exits 3 seconds late. With these delays, and that of `_wait`, the first process
+#   to end is the process that failed first.
 # * After a script that has compiled something, the process ends only when its devices have
 #   finished. A process that ends during a collective of its devices may hang. The devices of a
 #   process run their common computations in order. So this program runs one more computation on all
@@ -115,6 +117,10 @@ if left is not None:
 """
 # The time, in seconds, that a host gets to print its stack.
 _SAY_S = 0.5
+# The time, in seconds, by which the end of a host that lost another host is told late: by then the
+# end of the other host can be seen. It is also the longest wait for the last lines of a host, whose
+# children may keep the pipe open.
+_LATE_S = 0.5
 
 
 class HostProcess:
@@ -140,6 +146,7 @@ class HostProcess:
         events: queue.Queue[tuple[int, str | None]],
     ):
         self._index, self._events = index, events
+        self.lost_another = False  # whether the host has printed `LOST_ANOTHER`
         self._process = subprocess.Popen(
             [sys.executable, "-c", _HOST_PROGRAM, *argv],
             env=environment,
@@ -159,6 +166,7 @@ class HostProcess:
     def _read(self, stdout: IO[str]) -> None:
         with stdout:
             for line in stdout:
+                self.lost_another |= LOST_ANOTHER in line
                 self._events.put((self._index, line))
 
     def _wait(self) -> None:
@@ -166,6 +174,9 @@ class HostProcess:
         # its number, which is also its group's number, to another process. So a signal cannot
         # reach a wrong process.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._reader.join(_LATE_S)
+        if self.lost_another:
+            time.sleep(_LATE_S)
         self._events.put((self._index, None))
 
     def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:

@@ -25,10 +25,9 @@ from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
 # A line that Gloo prints on stdout. Gloo is the library for collectives of CPUs on several hosts.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# JAX prints `_LOST_ANOTHER` when a host ends because another host has ended. Then it prints the
-# error of the connection and a stack of C++ functions, whose lines match `_STACK_OF_LOSS`. Other
-# lines of the host may be between these lines.
-_LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
+# When a host has lost another host, some versions of JAX print the error of the connection and a
+# stack of C++ functions, whose lines match `_STACK_OF_LOSS`. Other lines of the host may be between
+# these lines.
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"
     r"|    @ +0x[0-9a-f]+ "
@@ -142,15 +141,12 @@ def run_script(
     lines: list[list[str]] = [[] for _ in range(hosts)]
     running, timed_out_hosts = set(range(hosts)), []
     failed_host: int | None = None
-    lost_another: set[int] = set()
 
     def record(host: int, line: str | None) -> None:
         line = line and _GLOO.sub("", line)
         if line:
             lines[host].append(line)
-            if _LOST_ANOTHER in line:
-                lost_another.add(host)
-            is_stack = host in lost_another and _STACK_OF_LOSS.match(line)
+            is_stack = processes[host].lost_another and _STACK_OF_LOSS.match(line)
             if echo is not None and not is_stack:
                 print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
 
