@@ -20,11 +20,11 @@ import numpy as np
 
 import grain_shard
 from benchmarks.measure import Goal, Group, Round, Run, alone
-from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.state_json import sealed
+from grain_shard.streams.host_streams import HostStreams
 
 HOSTS, FEEDS_OF_HOST = (16, 256, 1536), 4
 RESTORED = 16  # number of hosts whose restore is measured
@@ -35,13 +35,13 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
     return numbers.map(lambda i: {"x": np.int32(i)}).to_iter_dataset()
 
 
-def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostFeeds:
-    ds = ds.of_host(layouts[host])
-    saved = feeds_to_save(ds, layouts, host)
-    return HostFeeds(ds, saved_feeds=saved)
+def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostStreams:
+    ds = ds.after(ds.rows.of_host(layouts[host]))
+    saved = ds.rows.to_save(layouts, host)
+    return HostStreams(ds, saved_feeds=saved)
 
 
-def state_of(host: HostFeeds) -> dict[str, Any]:
+def state_of(host: HostStreams) -> dict[str, Any]:
     """Returns a state of the host's feeds as it would be in the middle of a run."""
     entry = sealed({"state": {"next_index": 10**6, "buffer": list(range(20))}})
     feeds = {str(feed): entry for feed in host.own_feeds.run}

@@ -9,7 +9,6 @@ from .errors import GrainShardError as GrainShardError
 from .errors import HostTimeoutError as HostTimeoutError
 from .errors import ShardingError as ShardingError
 from .errors import StateError as StateError
-from .feeding.feed_batches import feeds as feeds
 from .install import install as install
 from .install import uninstall as uninstall
 from .iteration.iterator import ShardedIterator as ShardedIterator
@@ -23,6 +22,7 @@ from .sharding.sharding_tree import ShardingTree as ShardingTree
 from .sources.array_record_source import ArrayRecordSource as ArrayRecordSource
 from .sources.array_source import ArraySource as ArraySource
 from .sources.mix import mix as mix
+from .streams.feeds import feeds as feeds
 from .tools.checking.check import check as check
 from .tools.measuring.profiling import profile as profile
 from .tools.planning.plan import plan as plan

@@ -27,12 +27,13 @@ def noting(place: str) -> Iterator[None]:
     """Adds a note to any error raised in the ``with`` block.
 
     Args:
-        place: The place of the error, in words, such as "in feed 3".
+        place: The place of the error, in words, such as "in feed 3"; "" for no note.
     """
     try:
         yield
     except BaseException as error:
-        error.add_note(f"grain_shard: {place}")
+        if place:
+            error.add_note(f"grain_shard: {place}")
         raise
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grain_shard import BatchLayout, StateError
-from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.state_json import sealed
+from grain_shard.streams.host_streams import HostStreams
 from tests.conftest import data_mesh
 from tests.pipelines import shared_out
 
@@ -40,13 +40,17 @@ def opened(call, reading):
     return [name for name, reads in OPENED if "feeds-" in name and reads == reading], result
 
 
+def host_of(ds, layouts, host):
+    return HostStreams(ds, saved_feeds=ds.rows.to_save(layouts, host))
+
+
 def hosts_of(ds, shards_of_hosts, divisor):
     """Every host of a mesh, from the shards that each holds."""
     layouts = {
         host: BatchLayout(divisor, tuple(shards)) for host, shards in enumerate(shards_of_hosts)
     }
     return [
-        HostFeeds(ds.of_host(layout), saved_feeds=feeds_to_save(ds.of_host(layout), layouts, host))
+        host_of(ds.after(ds.rows.of_host(layout)), layouts, host)
         for host, layout in layouts.items()
     ]
 
@@ -145,9 +149,9 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
     divisor, shards = before
     hosts = hosts_of(ds, shards, divisor)
     for host, layout_shards in zip(hosts, shards, strict=True):
-        padded = ds.of_host(BatchLayout(divisor, tuple(layout_shards)))
-        by_feed = padded.rows.by_feed
-        assert list(padded.rows.rows_of(padded.rows.layout)) == list(by_feed) == host.own_feeds.run
+        rows = ds.rows.of_host(BatchLayout(divisor, tuple(layout_shards)))
+        by_feed = rows.by_feed
+        assert list(rows.rows_of(rows.layout)) == list(by_feed) == host.own_feeds.run
     saved = [feed for host in hosts for feed in host.own_feeds.saved]
     assert sorted(saved) == list(range(num_feeds))
     written = [name for of_host in save(folder, hosts) for name in of_host]

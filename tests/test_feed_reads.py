@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard.feeding import feed_reader
 from grain_shard.grain_inside import routes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import shared_reads
@@ -22,6 +21,8 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import SharedReads, _Lines
 from grain_shard.spans import READ, recorded
+from grain_shard.streams import feeds
+from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
 from tests import text
 from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait
 from tests.counting_source import BatchedSource, Source, bad
@@ -103,7 +104,7 @@ def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, h
     ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
     ours = with_states(ds, count=12)
     resumed = with_states(ds, state=ours[5][1], count=6)
-    monkeypatch.setattr(feed_reader, "replace_read_ahead", lambda ds, make_stream: ds)
+    monkeypatch.setattr(feeds, "replace_read_ahead", lambda ds, make_stream: ds)
     expected = with_states(ds, count=12)
     assert len(ours) == 12
     assert_same(ours, expected)
@@ -416,7 +417,7 @@ def test_no_reader_outlives_feeds_that_wait_for_it(how, waiting):
 
 def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     ds, inside, release = waiting
-    rows, ended = iter(ds), []
+    rows, ended = StreamBatches(ds.streams, ds.rows, StreamOptions()), []
 
     def consume():
         try:

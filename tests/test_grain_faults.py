@@ -68,7 +68,7 @@ def test_thread_prefetch_deep_copies_the_state_of_every_element(mesh):
     # And still the state is that of the batch, though the source has run ahead.
     with iter(ds) as iterator:
         next(iterator)
-        assert iterator.get_state()["parent"]["parent"]["given"] == 1
+        assert iterator.get_state()["feeds"]["0"]["state"]["given"] == 1
 
 
 def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows():

@@ -22,7 +22,7 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.iteration import host_batches
+from grain_shard.streams.stream_batches import StreamBatches
 from tests.conftest import HANG_S, eventually, ids
 from tests.on_hosts import (
     APIS,
@@ -378,7 +378,7 @@ def made_ahead(kind, buffers):
     As the hosts have to agree on the end, batches wait for their votes, too.
     """
     here, came = [], threading.Condition()
-    unwatched = host_batches._WithPositions.__next__
+    unwatched = StreamBatches.__next__
 
     def watched(self):
         batch, position = unwatched(self)
@@ -392,7 +392,7 @@ def made_ahead(kind, buffers):
 
     options, found = dict(zip(("cpu_buffer_size", "device_buffer_size"), buffers, strict=True)), []
     with (
-        mock.patch.object(host_batches._WithPositions, "__next__", watched),
+        mock.patch.object(StreamBatches, "__next__", watched),
         AHEAD[kind](**options) as batches,
     ):
         for step in range(1, 9):

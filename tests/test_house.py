@@ -150,8 +150,7 @@ STAGE = "grain_shard.transforms.stage"
 # Each of our datasets, and the modules that ask whether a dataset is one.
 ASKED_IN = {
     "ElementsOfParents": {"grain_shard.grain_inside.routes"},
-    "FeedBatches": {STAGE},
-    "IterableBatches": {"grain_shard.reading.iterable", "grain_shard.reading.stream_dataset"},
+    "IterableBatches": {"grain_shard.reading.iterable", "grain_shard.streams.whole_rows"},
     "RecordStream": set(),
     "RetriedRecords": set(),
     "RowMapDataset": {STAGE},

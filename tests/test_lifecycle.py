@@ -480,7 +480,7 @@ def test_in_a_forked_process_next_is_an_error_and_close_waits_for_no_lock(ds, tm
         def hold():  # as a thread that is about to go on with its work
             for thing in gc.get_objects():
                 module = str(type(thing).__module__)
-                if module.startswith(("grain_shard.threads", "grain_shard.feeding")):
+                if module.startswith(("grain_shard.threads", "grain_shard.streams")):
                     for value in list(getattr(thing, "__dict__", {}).values()):
                         if hasattr(value, "acquire") and value.acquire(blocking=False):
                             taken.append(value)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from grain_shard import Retries, ShardingError, feeds
-from grain_shard.feeding import feed_sample
 from grain_shard.iteration.host_batches import THREAD
 from grain_shard.reading import rereads, sample
+from grain_shard.streams import feed_sample
 from tests.conftest import data_mesh, ids
 from tests.counting_source import Source
 

@@ -392,7 +392,7 @@ BY_MESH = "ShardByMesh(shard_index=0, shard_count=1, drop_remainder=False)"
         (lambda: batches().epochs(3), f"<Epochs: 3 of {ITERATOR.format('not begun')}>"),
         (lambda: next(batches().epochs(3)), "<EpochBatches: epoch 0, 3 of 3 batches left>"),
         (lambda: prefetch_to_device(iter([1])), "<ShardedIterator of stream, not begun>"),
-        (lambda: feeds_of(lambda feed, i: i, 4, 8), "FeedBatches(4 feeds, 8 rows)"),
+        (lambda: feeds_of(lambda feed, i: i, 4, 8), "<batches of 8 rows, of 4 feeds>"),
         (lambda: ShardingTree.of(data_mesh(2)), f"ShardingTree(mesh=(data=2), {P('data')!r})"),
         (lambda: ShardingTree.of(data_mesh(2)).layout(), LAYOUT),
         (lambda: grain_shard.BatchLayout(9, tuple(range(9))), LONG_LAYOUT),

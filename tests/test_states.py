@@ -142,7 +142,7 @@ def at(state, path):
     return functools.reduce(lambda found, key: found[key], path, state)
 
 
-IN_A_STREAM = ("parent", "parent", "next_index")
+IN_A_STREAM = ("feeds", "0", "state", "next_index")
 IN_A_FEED = ("feeds", "2", "state", "next_index")
 STEP = ("step",)
 # The place of a value, the value that is put there, and what the message says of it.
@@ -168,16 +168,20 @@ WRONG = [
     ("feeds", ("remainder",), "drop", "remainder: saved 'drop', now "),
     ("feeds", ("feeds",), None, "feeds are None, not a dict"),
     ("feeds", ("feeds",), [1], r"feeds are \[1\], not a dict"),
-    ("loader", ("parent", "parent", "more", "__tuple__", 2, "__bytes__"), "€", "values differ"),
+    ("loader", ("feeds", "0", "state", "more", "__tuple__", 2, "__bytes__"), "€", "values differ"),
     (
         "loader",
-        ("parent", "parent", "more", "__tuple__", 0, "__float__"),
+        ("feeds", "0", "state", "more", "__tuple__", 0, "__float__"),
         2.5,
         r"is 2\.5 of float",
     ),
     ("random access", ("more",), 1, r"has other fields: \['more'\]"),
     ("feeds", ("more",), 1, r"has other fields: \['more'\]"),
-    ("stream", ("more",), 1, "values differ"),
+    ("stream", ("more",), 1, r"has other fields: \['more'\]"),
+    ("stream", ("rows",), 7, "saved with batches of 7 rows"),
+    ("stream", ("rows",), "8", "not a whole number of 0 or more"),
+    ("stream", ("batch_sizes",), [4], r"batch_sizes: saved \[4\], now \[8\]"),
+    ("stream", ("feeds",), {}, "no entry for"),
 ]
 for kind_, path_ in (("random access", STEP), ("stream", IN_A_STREAM), ("feeds", IN_A_FEED)):
     name = "".join(rf"\['{key}'\]" for key in path_)

@@ -1,12 +1,11 @@
 """`HostBatches`: this host's batches, each with the position after it, for any kind of pipeline.
 
-There are three kinds of pipelines, each a subclass.
+There are two kinds of pipelines, each a subclass.
 
 - `RandomAccess` reads batch k of a `MapDataset`. Its position is k, and the record with which
   batch k begins.
-- `Stream` takes the next batch of an `IterDataset`. Its position is the state of Grain's iterator.
-- `HostFeeds` (in `feeding/`) makes batches of the feeds of this host. Its position has the state
-  of each feed.
+- `HostStreams` (in `streams/`) takes the next batch of an `IterDataset`, or makes the next batch of
+  the feeds of this host. Its position has the number of batches, and the state of each stream.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grain_shard.errors import ShardingError, noting
+from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.iteration.compared_batches import Reread
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.padding import Padding
-from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.threads.background import Background, in_background
-from grain_shard.threads.tasks import Producer
+from grain_shard.threads.background import Background
 from grain_shard.trees import Batch
 
 Position = Any
@@ -55,59 +52,6 @@ class Opened(NamedTuple):
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
     rereads: Sequence[Reread] = ()
-
-
-class _WithPositions(Producer[tuple[Batch, Position]]):
-    """Pairs each batch of an iterator with the position after it.
-
-    With the first batch, or at the end, it also reads and digests two records of the source; see
-    `Contents`.
-    """
-
-    def __init__(self, iterator: BatchIterator, kind: str, contents: Contents):
-        self._iterator, self._kind, self._contents = iterator, kind, contents
-
-    def __next__(self) -> tuple[Batch, Position]:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            # Other hosts may have a batch although this host has none, and all compare contents.
-            self._contents.read()
-            raise
-        self._contents.read()
-        return batch, self._iterator.position()
-
-    def stop(self) -> None:
-        self._iterator.stop()
-
-    def close(self) -> None:
-        with noting(f"while closing this host's {self._kind}"):
-            self._iterator.close()
-
-
-def opened_in_order(
-    iterator: BatchIterator,
-    kind: str,
-    buffer_size: int,
-    faults: Callable[[], FaultCounts],
-    first_digest: Callable[[], str] = str,
-    contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
-    rereads: Sequence[Reread] = (),
-) -> Opened:
-    """Returns the remaining batches of an iterator, made in one background thread.
-
-    Args:
-        iterator: The iterator of host batches. It is closed with the background thread.
-        kind: The kind of the pipeline. An error of closing the iterator names it.
-        buffer_size: Most batches that wait or are unfinished.
-        faults: Returns the counts of failed reads.
-        first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
-        contents: The contents that are read with the first batch, to compare them with other hosts.
-        rereads: Some records to read again, beside the first batch.
-    """
-    position, source = iterator.position(), _WithPositions(iterator, kind, contents)
-    batches = in_background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
-    return Opened(position, batches, first_digest=first_digest, faults=faults, rereads=rereads)
 
 
 class HostBatches(ABC):
@@ -170,16 +114,15 @@ class HostBatches(ABC):
             ShardingError: The source does not allow another pass.
         """
 
+    @abstractmethod
     def next_batch(self, position: Position) -> Mapping[str, Any]:
         """Returns the number of the next batch, as fields that hosts compare.
 
-        If the position counts records, a second field has the first record of the batch. The result
-        is empty for a stream, whose batches are not counted.
+        If the position counts records, a second field has the first record of the batch.
 
         Args:
             position: The position before the next batch.
         """
-        return {}
 
     def position_at(self, *, step: int | None, record: int | None) -> Position:
         """Returns the position before a step, or before a record. One of the two is given.
@@ -197,6 +140,7 @@ class HostBatches(ABC):
             " pipeline a grain.MapDataset as far as .batch.",
         )
 
+    @abstractmethod
     def repeated(self, times: int) -> Any:
         """Returns the batches of several passes in one sequence, as one `HostBatches`.
 
@@ -208,12 +152,6 @@ class HostBatches(ABC):
         Raises:
             ShardingError: The end of a pass is unknown before it is reached.
         """
-        raise ShardingError(
-            "ds.epochs(n) needs random access, and this pipeline is a stream, whose length is"
-            " unknown in advance.",
-            remedy="call iter(ds) once per epoch, and shuffle in the source with a seed that"
-            " depends on the epoch. Or keep the pipeline a grain.MapDataset down to .batch.",
-        )
 
     def past_end(self, position: Position, batches: int) -> Position:
         """Returns the position after batches of padding, which follow the end of this host's rows.

@@ -31,12 +31,18 @@ from grain_shard.state_json import UNCHANGED
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 TRANSFORMS, SEEDS = "transforms", "seeds"
+BATCH_SIZES = "batch_sizes"  # the field with the sizes of a stream's ``.batch`` nodes
 _OF_SEEDS = 6  # hex digits of the digest of the seeds, because a state has less than 200 bytes
 _MARK = "."  # between the digests of the transformations and of the seeds, in a state
 
 HOW_TO_COUNT_RECORDS = (
     "move every .map and slice before .batch, so that they change records, and leave batch_fn out"
     " of .batch."
+)
+
+OTHER_BATCH_SIZE = (
+    "restore with the pipeline that saved the state. To change the batch size within a run, use a"
+    " grain.MapDataset down to .batch, or grain_shard.feeds."
 )
 
 # The place of a function in its file, and the address of an object. They are removed from texts: a
@@ -203,6 +209,8 @@ def check_fingerprint(
                 " a whole cannot change its batch size during a run. To be able to change it in a"
                 f" new run, {HOW_TO_COUNT_RECORDS}"
             )
+        elif BATCH_SIZES in changed:
+            remedy = OTHER_BATCH_SIZE
         elif TRANSFORMS in changed:
             remedy += " All transformations and their options must be the same. If one is added or"
             remedy += " removed, the random seeds of the others change, too."

@@ -13,11 +13,14 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.stream import Stream
 from grain_shard.reading.iterable import from_iterable, said_rows
-from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.streams.host_streams import HostStreams
+from grain_shard.streams.stream_batches import StreamOptions
+from grain_shard.streams.stream_dataset import StreamDataset
+from grain_shard.streams.streams import OneStream
+from grain_shard.streams.whole_rows import WholeRows
 from grain_shard.training import hardware
 from grain_shard.trees import Batch
 
@@ -132,8 +135,10 @@ def prefetch_to_device(
         source = source.to_iter_dataset(_IN_TURN)
     elif not isinstance(source, grain.IterDataset):
         source = from_iterable(source, rows=GLOBAL)
+    rows = WholeRows(stream=source).with_own_arrays()
+    ds = StreamDataset(OneStream(source), rows, made_by=source, parent=source)
     return ShardedIterator(
-        Stream(StreamDataset.of(source).with_own_arrays(), buffer_size=cpu_buffer_size),
+        HostStreams(ds, StreamOptions(buffer_size=cpu_buffer_size)),
         _Placer(target),
         device_buffer_size=size,
         reshard=None,

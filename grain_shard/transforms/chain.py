@@ -9,15 +9,15 @@ from typing import Any, get_args
 import grain
 
 from grain_shard.errors import ShardingError, require_choice
-from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
+from grain_shard.hosts.compare import LOCAL
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.faults import FaultRules, OnBadRecord, Retries
-from grain_shard.reading.iterable import Rows, agreed_rows
+from grain_shard.reading.iterable import Rows
 from grain_shard.reading.padding import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
+from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -139,7 +139,7 @@ def shard_to(
         require_choice("rows", rows, get_args(Rows))
     require_choice("read", read, get_args(ReadMode))
     threads, buffer_size = None, DevicePut.cpu_buffer_size
-    if rows != "local":
+    if rows != LOCAL:
         ds, read_options = _random_access(ds)
         if read_options is not None:
             threads, buffer_size = (max(1, option) for option in read_options)
@@ -179,54 +179,22 @@ class _Chain(Stage):
     read: ReadMode
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        if self.put.rows == "local":
+        if self.put.rows == LOCAL:
             options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             return self(ds.to_iter_dataset(options))
         padded = self._padded(ds, self.put.shardings.layout().divisor)
         return self._reading(padded, self.read, *padded.batching.global_batch_sizes)
 
-    def of_stream(self, ds: StreamDataset) -> ShardedDataset:
-        if self.read == "once":
-            raise ShardingError(
-                'read="once" needs random access, and the dataset is a stream.',
-                remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave read out,"
-                ' shard the source by grain_shard.ShardByMesh, and pass rows="local".',
-            )
-        if self.put.num_workers:
-            raise ShardingError(
-                "num_workers needs random access or feeds, and the dataset is a stream.",
-                remedy="call .mp_prefetch before .shard_to, cut the stream into grain_shard.feeds,"
-                " or keep the pipeline a grain.MapDataset down to .batch.",
-            )
-        layout = self.put.shardings.layout()
-        rows = agreed_rows(ds, self.put.rows)
-        if rows is None and layout.num_hosts > 1:
-            raise ShardingError(
-                f"the dataset is a stream, and rows= does not say what the stream yields on each"
-                f" of {layout.num_hosts} hosts.",
-                remedy="cut the stream into grain_shard.feeds, whose batches are the same on any"
-                ' number of hosts. Or pass rows="local" if each host yields the rows of its own'
-                ' devices (shard the source by grain_shard.ShardByMesh), or rows="global" if every'
-                " host yields the same whole batches. Or keep the pipeline a grain.MapDataset down"
-                " to .batch, which needs no rows=.",
-            )
-        if rows == "local":  # the dataset yields this host's rows already
+    def of_streams(self, ds: StreamDataset) -> ShardedDataset:
+        layout, streams = self.put.shardings.layout(), ds.streams
+        read = streams.way_to_read(self.read, layout)
+        streams.check_options(self.put)
+        if streams.yields(self.put) == LOCAL:  # the dataset yields this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
-        return self._reading(self._padded(ds, layout.divisor), "needed")
-
-    def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
-        if self.put.rows is not None:
-            raise ShardingError(
-                f"rows={self.put.rows!r} is given, but feeds take no rows=.",
-                remedy="leave rows out: each host runs the feeds whose rows it holds.",
-            )
-        layout = self.put.shardings.layout()
-        # With fewer feeds than hosts, read="once" would leave a host without a feed to run. So
-        # "auto" does not choose it.
-        too_few = ds.rows.num_feeds < layout.num_hosts
-        read = "needed" if too_few and self.read == "auto" else self.read
         padded = self._padded(ds, layout.divisor)
-        return self._reading(padded, read, ds.rows.global_batch_size, num_feeds=ds.rows.num_feeds)
+        size = padded.rows.unpadded_size
+        sizes = () if size is None else (size,)
+        return self._reading(padded, read, *sizes, num_feeds=streams.num_streams)
 
     def _reading(
         self, padded: Any, read: ReadMode, *global_batch_sizes: int, num_feeds: int = 1

@@ -10,24 +10,17 @@ import jax
 from absl import logging
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
-from grain_shard.feeding.host_feeds import (
-    HostFeeds,
-    check_feeds,
-    fault_rules_of,
-    feeds_to_save,
-)
-from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.compare import LOCAL
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.settings import Settings
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.iteration.stream import Stream
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import read_by_several
-from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset
+from grain_shard.streams.host_streams import HostStreams
+from grain_shard.streams.stream_batches import StreamOptions
+from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage
 
 
@@ -68,51 +61,36 @@ class DevicePut(Settings, Stage):
             lambda: batching.unpadded_sizes[0],
         )
 
-    def of_stream(self, ds: StreamDataset) -> ShardedDataset:
-        """Returns the dataset of global batches, in the order of the stream.
+    def of_streams(self, ds: StreamDataset) -> ShardedDataset:
+        """Returns the dataset of global batches, in the order of the streams.
+
+        Of feeds, this host runs only those whose rows it holds.
 
         Raises:
-            ShardingError: ``on_bad_record="mask"`` or an executor is given. A stream supports
-                neither.
+            ShardingError: An option does not fit the streams, or feeds cannot be divided among the
+                hosts of the mesh.
         """
-        self._refuse_executor()
-        if self.fault_rules.masks:
-            raise ShardingError(
-                'on_bad_record="mask" needs random access or feeds: in a stream it is unknown which'
-                " row a record belongs to.",
-                remedy="keep the pipeline a grain.MapDataset down to .batch. Or cut the stream into"
-                " grain_shard.feeds, which leave a bad record out. Or catch the error in the .map"
-                " that raises it, return a marker such as None, and .filter the markers out.",
-            )
-        ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
-        host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
-        records = ds.facts.unpadded_batch_size if rows == GLOBAL else None
-        return self._sharded(ds, host, lambda: records)
-
-    def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
-        """Returns the dataset of global batches; this host runs the feeds whose rows it holds.
-
-        Raises:
-            ShardingError: The feeds cannot be divided among the hosts of the mesh, or an executor
-                is given, which feeds do not support.
-        """
-        self._refuse_executor()
-        if ds.rows.layout is None:
-            ds = ds.of_host(self.shardings.layout())
-        layouts = self.shardings.layouts()
-        check_feeds(ds, layouts)
-        rules = fault_rules_of(ds, layouts, self.fault_rules)
-        run = FeedRun(self.num_threads, self.num_workers, self.cpu_buffer_size, rules)
-        host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))
-        return self._sharded(ds, host, lambda: ds.rows.global_batch_size)
-
-    def _refuse_executor(self) -> None:
         if self.executor is not None:
             raise ShardingError(
                 "executor needs random access to batches, and a stream or feeds have none.",
                 remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave executor out,"
                 " and use num_workers for feeds, or .mp_prefetch before .shard_to for a stream.",
             )
+        streams = ds.streams
+        streams.check_options(self)
+        yields, layouts = streams.yields(self), self.shardings.layouts()
+        rows = ds.rows.to_place(self.shardings.layout())
+        rows.check_hosts(layouts)
+        options = StreamOptions(
+            self.num_threads,
+            self.num_workers,
+            self.cpu_buffer_size,
+            rows.fault_rules(streams, layouts, self.fault_rules),
+        )
+        saved = rows.to_save(layouts, jax.process_index())
+        ds = ds.after(rows)
+        size = rows.unpadded_size if yields != LOCAL else None
+        return self._sharded(ds, HostStreams(ds, options, yields, saved), lambda: size)
 
     def _sharded(
         self,

@@ -5,15 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
-from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage
-from grain_shard.trees import Batch, FlatBatch
 
 
 @dataclass(frozen=True)
@@ -63,21 +59,13 @@ class ShardBatch(Stage):
             )
         return RowMapDataset(ds, batching, self)
 
-    def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns a stream of this host's rows. The stream `ds` must be the same on every host."""
+    def of_streams(self, ds: StreamDataset) -> StreamDataset:
+        """Returns the dataset of this host's rows.
 
-        def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
-            flat = FlatBatch.of(batch)
-            if not seen.first_digest and self.layout.num_hosts > 1:
-                seen.first_digest = element_digest(flat.arrays, MANY_DIGITS)
-            return take_rows(flat, self.layout.rows(flat.rows)).tree
-
-        return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
-
-    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns the dataset of this host's rows. Only the feeds that make these rows will run.
+        A user's stream must be the same on every host. Only the feeds that make these rows run.
 
         Raises:
             ShardingError: The shards do not divide the batch size.
         """
-        return ds.of_host(self.layout)
+        ds = ds.whole()
+        return ds.after(ds.rows.of_host(self.layout), self)

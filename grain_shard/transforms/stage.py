@@ -8,19 +8,19 @@ from typing import Any
 import grain
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.private_names import log_missing_names
+from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.reading.row_dataset import RowMapDataset, batching_of
-from grain_shard.reading.stream_dataset import StreamDataset
+from grain_shard.streams.stream_dataset import StreamDataset
 
 
 class Stage(ABC):
     """The base class of a stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
 
-    There are three kinds of pipelines: random access, streams and feeds. A stage implements a
-    method for each kind. Only this class finds out the kind of a dataset.
+    There are two kinds of pipelines: random access, and streams, which may be feeds. A stage
+    implements a method for each kind. Only this class finds out the kind of a dataset.
     """
 
     def __call__(self, ds: Any) -> Any:
@@ -38,12 +38,10 @@ class Stage(ABC):
             raise ShardingError(
                 "the dataset is sharded already.", remedy="call .shard_to once, at the end."
             )
-        if isinstance(ds, FeedBatches):
-            return self.of_feeds(ds)
         if isinstance(ds, RowMapDataset):
             return self.of_random_access(ds)
         if isinstance(ds, StreamDataset):
-            return self.of_stream(ds)
+            return self.of_streams(ds)
         if isinstance(ds, grain.experimental.ElasticIterator):
             raise ShardingError(
                 "an ElasticIterator makes the batches of one host, and can be iterated over once.",
@@ -56,8 +54,7 @@ class Stage(ABC):
         if isinstance(ds, grain.MapDataset):
             return self.of_random_access(RowMapDataset(ds, batching_of(ds)))
         if isinstance(ds, grain.IterDataset):
-            size = nodes.iter_batch_size(ds)
-            return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
+            return self.of_streams(StreamDataset.of(ds))
         raise ShardingError(
             f"cannot shard a {type(ds).__name__}.",
             remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn"
@@ -70,12 +67,8 @@ class Stage(ABC):
         """Returns the dataset after this stage, for batches that can be read by index."""
 
     @abstractmethod
-    def of_stream(self, ds: StreamDataset) -> grain.IterDataset:
-        """Returns the dataset after this stage, for a stream: batches that are read in order."""
-
-    @abstractmethod
-    def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
-        """Returns the dataset after this stage, for batches of feeds."""
+    def of_streams(self, ds: StreamDataset) -> grain.IterDataset:
+        """Returns the dataset after this stage, for batches that are read in order."""
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
@@ -86,7 +79,7 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
             the ``batch_fn`` of ``.batch`` pads the batches already.
     """
     below = list(nodes.walk(ds))
-    if any(isinstance(node, FeedBatches) for node in below):
+    if any(isinstance(node, StreamDataset) and node.streams.kind == FEEDS for node in below):
         raise ShardingError(
             f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.",
             remedy="move this transformation into make_feed, where it gets single rows: return"

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
 from grain_shard.sharding.layout import round_up
+from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage
-from grain_shard.trees import Batch, FlatBatch
 
 
 @dataclass(frozen=True)
@@ -69,38 +66,20 @@ class ValidateBatchSize(Stage):
             self.check(global_batch_size)
         return RowMapDataset(ds, ds.batching, self)
 
-    def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the dataset. A batch size that is not known yet is checked at the first batch.
+    def of_streams(self, ds: StreamDataset) -> StreamDataset:
+        """Returns the dataset after a check of its batch size.
 
-        The first batch is also checked for a ``.batch`` that was forgotten.
+        A batch size that is not known yet is checked at the first batch. The first batch of a
+        user's stream is also checked for a ``.batch`` that was forgotten.
 
         Raises:
             ShardingError: The batch size is known, `must_divide` is True, and the shards do not
                 divide the size.
         """
-        if ds.facts.global_batch_size is not None:
-            self.check(ds.facts.global_batch_size)
+        ds, num_streams = ds.whole(), ds.streams.num_streams
+        return ds.after(ds.rows.checked(lambda size: self.check(size, num_streams)), self)
 
-        def checked(batch: Batch, seen: SeenBatches) -> Batch:
-            flat = FlatBatch.of(batch)
-            if not seen.is_begun:
-                refuse_records(ds, flat)
-                if flat.rows != ds.facts.global_batch_size:
-                    self.check(flat.rows)
-            return batch
-
-        return ds.after(checked, self)
-
-    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns the dataset after a check of its batch size.
-
-        Raises:
-            ShardingError: `must_divide` is True, and the shards do not divide the batch size.
-        """
-        self.check(ds.rows.global_batch_size, ds.rows.num_feeds)
-        return ds
-
-    def check(self, global_batch_size: int, num_feeds: int = 1) -> None:
+    def check(self, global_batch_size: int, num_streams: int = 1) -> None:
         """Checks one batch size.
 
         If the shards do not divide the size, it logs a warning, or raises. If `shortfall` finds too
@@ -108,7 +87,7 @@ class ValidateBatchSize(Stage):
 
         Args:
             global_batch_size: Rows of a batch.
-            num_feeds: Number of feeds that each give the same number of rows.
+            num_streams: Number of streams that each give the same number of rows.
 
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.
@@ -119,7 +98,7 @@ class ValidateBatchSize(Stage):
                 f"a batch of {global_batch_size} rows does not split into {self.divisor} shards"
             )
             if self.must_divide:
-                fits = round_up(up, math.lcm(self.divisor, num_feeds))
+                fits = round_up(up, math.lcm(self.divisor, num_streams))
                 raise ShardingError(
                     f"{problem}.", remedy=f'use a batch size of {fits}, or pass remainder="pad".'
                 )

@@ -10,15 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.layout import BatchLayout, batch_axes
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
+from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.device_put import DevicePut
-from grain_shard.transforms.shard_batch import ShardBatch
 from grain_shard.transforms.stage import Stage
 
 _MOST_MESHES = 2
@@ -110,8 +108,5 @@ class _OfHost(Stage):
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         return ds.with_batching(replace(ds.batching, layout=self.layout))
 
-    def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        return ShardBatch(self.layout).of_stream(ds)
-
-    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        return ds.of_host(self.layout)
+    def of_streams(self, ds: StreamDataset) -> StreamDataset:
+        return ds.after(ds.rows.of_host(self.layout))

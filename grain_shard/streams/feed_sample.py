@@ -10,14 +10,14 @@ from typing import Any
 import grain
 
 from grain_shard.errors import describe_error
-from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.feed_position import FeedsPosition
-from grain_shard.feeding.feed_reader import FeedTurn
-from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.row_values import NO_ROW, Row
 from grain_shard.reading.sample import THREAD, Sample
 from grain_shard.reading.transient import is_transient
+from grain_shard.streams.feed_rows import FeedRows
+from grain_shard.streams.position import StreamsPosition
+from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.turns import Turns, TurnSettings
 from grain_shard.threads.background import Background, in_background
 
 # Most rows of a feed to read again.
@@ -31,21 +31,28 @@ class FeedSample(Sample):
     """The first rows of each feed in a batch. An index of the sample is a row of the host's batch.
 
     Args:
-        ds: The batches of this host.
+        streams: The feeds.
+        feed_rows: The rows of a batch that come from each feed.
         rules: The rules for failed reads.
         position: The position before the batch.
     """
 
-    def __init__(self, ds: FeedBatches, rules: FaultRules, position: FeedsPosition):
+    def __init__(
+        self,
+        streams: Streams,
+        feed_rows: FeedRows,
+        rules: FaultRules,
+        position: StreamsPosition,
+    ):
         self._places: dict[int, tuple[int, int]] = {}  # by row: the feed, and the row of the feed
         start = 0
-        for feed, kept in ds.rows.by_feed.items():
+        for feed, kept in feed_rows.by_feed.items():
             self._places |= {start + n: (feed, row) for n, row in enumerate(kept[:_ROWS])}
             start += len(kept)
-        mask_key = None if ds.rows.padding is None else ds.rows.padding.mask_key
+        mask_key = None if feed_rows.padding is None else feed_rows.padding.mask_key
         no_records = grain.MapDataset.range(0)  # because no index of a record is known
         super().__init__(no_records, list(self._places), list(self._places), mask_key)
-        self._feeds, self._rules, self._position = ds.feeds, rules, position
+        self._streams, self._rules, self._position = streams, rules, position
         self._stage: Background[list[Any]] | None = None
 
     def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row | None]]:
@@ -72,8 +79,8 @@ class FeedSample(Sample):
             StopIteration: The sample was stopped, or the rows took too long.
             Exception: The feed raised it.
         """
-        settings = TurnSettings(self._feeds, count, 1, Faults(self._rules, is_worker=True))
-        turns = FeedTurns(settings, {feed: self._position.feed_states()[feed]})
+        settings = TurnSettings(self._streams, count, Faults(self._rules, is_worker=True))
+        turns = Turns(settings, {feed: self._position.states()[feed]})
         # In a thread of its own, because the feed may never give a row.
         self._stage = stage = in_background(_rows, turns, buffer_size=1, name=THREAD)
         try:
@@ -94,6 +101,6 @@ class FeedSample(Sample):
         return f"row {row} of feed {feed}"
 
 
-def _rows(turns: list[FeedTurn]) -> list[Any]:
+def _rows(turns: list[Turn]) -> list[Any]:
     (turn,) = turns
     return turn.rows

@@ -1,0 +1,1 @@
+"""Streams and feeds: pipelines whose batches are made one after the other."""

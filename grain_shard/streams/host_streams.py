@@ -1,0 +1,106 @@
+"""`HostStreams`: this host's batches of streams or feeds, which can be opened at any position."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from grain_shard.grain_inside.flags import let_grain_read_its_flags
+from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.feed_files import OwnFeeds
+from grain_shard.hosts.state_files import FEEDS
+from grain_shard.iteration.compared_batches import Reread
+from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.reading.contents import Contents
+from grain_shard.reading.rereads import Maker
+from grain_shard.streams.feed_rows import FeedRows
+from grain_shard.streams.feed_sample import FeedSample
+from grain_shard.streams.position import StreamsPosition
+from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
+from grain_shard.streams.stream_dataset import StreamDataset
+from grain_shard.streams.streams import ENDED
+from grain_shard.threads.background import in_background
+from grain_shard.trees import Batch
+
+
+class HostStreams(HostBatches):
+    """This host's batches of streams.
+
+    A position has the number of batches handed out and the state of each stream. So a checkpoint of
+    feeds can be divided by feed, and other hosts can read the feeds that they run.
+
+    Args:
+        ds: The batches, padded and cut to this host's rows.
+        options: The options with which the streams run. At most `options.buffer_size` batches wait
+            on the host or are unfinished. With worker processes, it may be one batch more.
+        rows: The rows that the streams yield on each of several hosts; see `HostBatches`.
+        saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
+    """
+
+    ends_by_vote = True
+
+    def __init__(
+        self,
+        ds: StreamDataset,
+        options: StreamOptions = StreamOptions(),  # noqa: B008 (it is frozen)
+        rows: str = GLOBAL,
+        saved_feeds: Sequence[int] | None = None,
+    ):
+        self._ds, self._options, self.kind, self.rows = ds, options, ds.streams.kind, rows
+        self.padding = ds.rows.own_padding
+        of_padding = {} if ds.rows.padding is None else ds.rows.padding.fingerprint()
+        self.fingerprint = {**ds.streams.fingerprint, **of_padding}
+        first_stream = ds.streams.make(0)
+        # A source that only one thread may read must not be read again by another thread.
+        self._rereads = Reread.of_stream(first_stream) if options.num_threads != 1 else ()
+        # Two hosts may have unlike streams. So only the streams of feeds are compared.
+        self.contents = Contents(first_stream if self.kind == FEEDS else None)
+        if self.kind == FEEDS:
+            own = list(ds.rows.numbers)
+            self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
+            self.compared = {**self.fingerprint, "global_batch_size": ds.rows.unpadded_size}
+
+    def open(self, position: StreamsPosition | None) -> Opened:
+        let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
+        ds, options, rereads = self._ds, self._options, self._rereads
+        made = StreamBatches(ds.streams, ds.rows, options, position, self.contents)
+        if options.num_workers:
+            assert isinstance(ds.rows, FeedRows)  # other streams take no workers
+            first_rows = functools.partial(
+                FeedSample, ds.streams, ds.rows, options.fault_rules, made.position
+            )
+            rereads = (Reread(first_rows, Maker("a worker process", False)), *rereads)
+        # Worker processes have a buffer of their own. So with workers, only one batch waits in this
+        # process.
+        buffer_size = 1 if options.num_workers else options.buffer_size
+        return Opened(
+            made.position,
+            in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
+            first_digest=made.first_digest,
+            faults=made.faults,
+            rereads=rereads,
+        )
+
+    def require_new_pass(self) -> None:
+        self._ds.streams.require_new_pass()
+
+    def first(self) -> Batch:
+        return self._ds.rows.first(self._ds.streams, self._options.fault_rules)
+
+    def next_batch(self, position: StreamsPosition) -> Mapping[str, Any]:
+        return {"next batch": position.step}
+
+    def repeated(self, times: int) -> NoReturn:
+        raise self._ds.streams.no_epochs()
+
+    def past_end(self, position: StreamsPosition, batches: int) -> StreamsPosition:
+        step, states, learned = position
+        return StreamsPosition.at(step + batches, states, ENDED, learned)
+
+    def to_state(self, position: StreamsPosition) -> dict[str, Any]:
+        return position.to_state(self._ds.streams, self.fingerprint)
+
+    def from_state(self, state: dict[str, Any]) -> StreamsPosition:
+        ds = self._ds
+        return StreamsPosition.of_state(state, ds.streams, self.fingerprint, ds.rows.numbers)

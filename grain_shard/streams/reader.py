@@ -1,0 +1,95 @@
+"""`StreamReader`: reads the rows that one stream gives to each batch."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import grain
+
+from grain_shard.errors import noting
+from grain_shard.reading.shared_reads import SharedReads
+from grain_shard.spans import READ, span
+from grain_shard.state_json import restore
+from grain_shard.streams.streams import ENDED, Streams, StreamState, Turn
+from grain_shard.threads.tasks import Raised
+
+
+class StreamReader:
+    """Reads the rows of one stream, turn by turn.
+
+    Args:
+        streams: The streams of all hosts.
+        number: Number of the stream.
+        state: The state from which the stream starts.
+        reads: The threads that read ahead for the streams of this process.
+    """
+
+    def __init__(self, streams: Streams, number: int, state: StreamState, reads: SharedReads):
+        self._streams, self._number, self._state, self._reads = streams, number, state, reads
+        self._iterator: grain.DatasetIterator | None = None
+        self._place, self._name = streams.place(number), streams.name(number)
+        if streams.opens_at_once and state != ENDED:
+            self._iterator = self._open()
+            self._state = {"state": self._iterator.get_state()}
+
+    @property
+    def pickled_state(self) -> bytes:
+        """The state of the stream after the last turn. It is pickled, because Grain may change it.
+
+        Pickling is the fastest way to copy a state.
+        """
+        return pickle.dumps(self._state)
+
+    def turn(self, num_rows: int) -> Turn:
+        """Returns the rows of the stream for the next batch. The first turn opens the stream.
+
+        Args:
+            num_rows: Number of rows to return. Once the stream has ended, fewer rows or none come.
+
+        Raises:
+            StateError: The stream cannot start from its state.
+            IndexError: A feed raised an IndexError before its first row. The usual cause is that
+                there are fewer files than feeds.
+        """
+        rows: list[Any] = []
+        with span(READ), noting(self._place):
+            if self._state != ENDED:
+                self._take(rows, num_rows)
+            return Turn(self._number, rows, self.pickled_state)
+
+    def _take(self, rows: list[Any], num_rows: int) -> None:
+        try:
+            if self._iterator is None:
+                self._iterator = self._open()
+            while len(rows) < num_rows:
+                rows.append(next(self._iterator))
+            self._state = {"state": self._iterator.get_state()}
+        except StopIteration:
+            self._state = ENDED
+            self.close()
+        except IndexError as error:
+            text = self._streams.failed_at_start(error)
+            if self._state or rows or not text:
+                raise
+            # A new error, because a note would be hard to see among Grain's own notes.
+            raise IndexError(text) from error
+
+    def close(self) -> None:
+        """Ends the threads and processes of this stream."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            try:  # no `noting`, because the names of this module may be gone at the program's exit
+                iterator.close()
+            except BaseException as error:
+                error.add_note(f"grain_shard: while closing {self._name}")
+                raise
+
+    def _open(self) -> grain.DatasetIterator:
+        try:
+            iterator = self._streams.open(self._number, self._reads)
+            if self._state:
+                restore(iterator, self._state["state"], f"the {self._streams.one}")
+        except StopIteration as error:  # which would look like the end of the stream
+            Raised.of(error).throw()
+        return iterator

@@ -1,0 +1,181 @@
+"""`StreamRows`: how the turns of streams become this host's batches, by a `Joiner`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from grain_shard.reading.faults import FaultRules
+from grain_shard.reading.padding import Padding
+from grain_shard.sharding.layout import BatchLayout, round_up
+from grain_shard.streams.streams import Streams, Turn
+from grain_shard.trees import Batch
+
+R = TypeVar("R", bound="StreamRows")
+
+
+class Joiner(ABC):
+    """Makes the batches of one iterator of turns, one after the other.
+
+    Attributes:
+        learned: What the batches have shown, by the names in `Streams.learned`. A later batch
+            replaces the dict, and never changes it.
+        first_digest: Digest of the first batch, if every host gets the same whole batches and keeps
+            some of their rows; "" otherwise.
+    """
+
+    learned: Mapping[str, int] = {}
+    first_digest: str = ""
+
+    @abstractmethod
+    def has_ended(self, turns: Sequence[Turn]) -> bool:
+        """Returns True if no further batch is made, because streams have ended.
+
+        Args:
+            turns: The turns for the next batch.
+
+        Raises:
+            ShardingError: A stream has too few rows, and a batch may not be short.
+        """
+
+    @abstractmethod
+    def join(self, turns: Sequence[Turn]) -> Batch | None:
+        """Returns this host's rows of the next batch; None if the batch is left out.
+
+        Args:
+            turns: The turns for the batch.
+
+        Raises:
+            ShardingError: The rows do not make a batch.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRows(ABC):
+    """How turns become batches: the padding, and the rows that this host keeps.
+
+    It is immutable. A stage of the chain returns a changed copy.
+
+    Attributes:
+        padding: The padding of each batch; None for unpadded batches.
+        layout: The rows of a batch that this host keeps; None to keep all rows.
+    """
+
+    padding: Padding | None = None
+    layout: BatchLayout | None = None
+
+    @property
+    @abstractmethod
+    def unpadded_size(self) -> int | None:
+        """Rows of a full global batch, without padding; None if unknown before a batch is read."""
+
+    @property
+    @abstractmethod
+    def rows_in_turn(self) -> int:
+        """Number of rows that each stream gives in a turn."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the streams that this host runs."""
+        return (0,)
+
+    @property
+    def own_padding(self) -> Padding:
+        """The rules for rows of padding. If batches are not padded: the default rules."""
+        return self.padding or Padding(1)
+
+    def checked(self: R, check: Callable[[int], None]) -> R:
+        """Returns the rows after a check of the size of a full batch.
+
+        A size that is not known yet is checked at the first batch.
+
+        Args:
+            check: Raises an error if a batch must not have the size that it is called with.
+        """
+        if self.unpadded_size is not None:
+            check(self.padded_size(self.unpadded_size))
+        return self
+
+    def padded(self: R, padding: Padding) -> R:
+        """Returns the rows with padding, and with a mask."""
+        return replace(self, padding=padding)
+
+    def padded_size(self, rows: int) -> int:
+        """Returns the number of rows of a full batch of `rows` rows, with padding."""
+        return rows if self.padding is None else round_up(rows, self.padding.divisor)
+
+    @abstractmethod
+    def of_host(self: R, layout: BatchLayout) -> R:
+        """Returns the rows of one host.
+
+        Args:
+            layout: The rows that the host holds. The size of a padded batch has to be a multiple of
+                `layout.divisor`.
+        """
+
+    @abstractmethod
+    def to_place(self: R, layout: BatchLayout) -> R:
+        """Returns the rows to put on the devices: of one host, in arrays of their own.
+
+        Args:
+            layout: The rows that the host holds, if none were chosen before.
+        """
+
+    @abstractmethod
+    def begin(self, learned: Mapping[str, int]) -> Joiner:
+        """Returns a maker of batches.
+
+        Args:
+            learned: What the batches before have shown; empty at the beginning.
+
+        Raises:
+            StateError: The batches before had another number of rows.
+        """
+
+    @abstractmethod
+    def first(self, streams: Streams, rules: FaultRules) -> Batch:
+        """Returns a host batch with the shapes and dtypes of this pipeline, to learn them.
+
+        Args:
+            streams: The streams.
+            rules: The rules for failed reads.
+
+        Raises:
+            ShardingError: There is no row, or the row would be lost for the loop.
+        """
+
+    def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:  # noqa: B027
+        """Raises an error if the hosts of a mesh cannot divide the streams among them.
+
+        Args:
+            layouts: The rows of each host, by the host's number.
+
+        Raises:
+            ShardingError: There are too few streams, or all rows of a host would be padding.
+        """
+
+    def to_save(self, layouts: Mapping[int, BatchLayout], host: int) -> Sequence[int]:
+        """Returns the feeds that a host writes into a checkpoint.
+
+        Args:
+            layouts: The rows of each host, by the host's number.
+            host: The number of the host.
+        """
+        return ()
+
+    def fault_rules(
+        self, streams: Streams, layouts: Mapping[int, BatchLayout], rules: FaultRules
+    ) -> FaultRules:
+        """Returns the rules for failed reads: the user's, or a copy for rows of several hosts.
+
+        Args:
+            streams: The streams.
+            layouts: The rows of each host, by the host's number.
+            rules: The user's rules.
+
+        Raises:
+            ShardingError: The rules cannot be applied to these streams.
+        """
+        return rules

@@ -1,0 +1,169 @@
+"""`StreamBatches`: this host's batches of streams, each with the position after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+
+from grain_shard.reading.contents import Contents, without_digest
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
+from grain_shard.state_json import from_storage
+from grain_shard.streams.position import StreamsPosition
+from grain_shard.streams.rows import StreamRows
+from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.turns import Turns, TurnSettings, TurnsOfWorkers
+from grain_shard.threads.tasks import Producer, Raised
+from grain_shard.trees import Batch
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The options with which a host reads its streams.
+
+    Attributes:
+        num_threads: Number of threads that read ahead for the streams, in this process or in each
+            worker process. None adapts the number while they read.
+        num_workers: Number of worker processes that run the streams. 0 runs them in this process.
+        buffer_size: Number of batches that are made ahead. With workers it is at least four,
+            because Grain makes no smaller buffer.
+        fault_rules: The rules for failed reads.
+    """
+
+    num_threads: int | None = None
+    num_workers: int = 0
+    buffer_size: int = 1
+    fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
+
+
+class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
+    """The pairs (host batch, position after it) of streams, made by the thread that asks.
+
+    With the first batch, or at the end, it also reads and digests two records of the source; see
+    `Contents`.
+
+    Args:
+        streams: The streams.
+        rows: How their turns become batches.
+        options: The options with which the streams run.
+        position: The position at which the streams start; None for the beginning.
+        contents: The two records of the source.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        rows: StreamRows,
+        options: StreamOptions,
+        position: StreamsPosition | None = None,
+        contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
+    ):
+        self._streams, self._rows, self._contents = streams, rows, contents
+        self._end: Raised | None = None
+        self._faults = Faults(options.fault_rules)
+        step, pickled, learned = position or StreamsPosition.at(0, rows.numbers, {})
+        self._joiner = rows.begin(learned)
+        states = StreamsPosition(step, pickled).states()
+        settings = TurnSettings(
+            streams, rows.rows_in_turn, self._faults, options.num_threads, options.buffer_size
+        )
+        if options.num_workers:
+            self._turns: Turns | TurnsOfWorkers
+            self._turns = TurnsOfWorkers(settings, states, options.num_workers)
+        else:
+            self._turns = Turns(settings, states)
+            pickled = self._turns.pickled_states()  # of streams that are open by now
+        self._position = StreamsPosition(step, pickled, self._joiner.learned)
+
+    @property
+    def position(self) -> StreamsPosition:
+        """The position after the last batch. Later batches do not change it."""
+        return self._position
+
+    def __next__(self) -> tuple[Batch, StreamsPosition]:
+        if self._end is not None:
+            self._end.throw()
+        try:
+            batch, turns = None, list[Turn]()
+            while batch is None:
+                turns = next(self._turns)
+                if self._joiner.has_ended(turns):
+                    # Other hosts may have a batch although this host has none, and all compare
+                    # contents.
+                    self._contents.read()
+                    raise StopIteration
+                self._warn_once(turns)
+                batch = self._joiner.join(turns)
+        except Exception as error:
+            # The streams have already given the rows of this batch. A further ``next`` would skip
+            # these rows, so it raises the error again.
+            self._end = Raised(error, error.__traceback__)
+            raise
+        states = {turn.number: turn.state for turn in turns}
+        self._position = StreamsPosition(self._position.step + 1, states, self._joiner.learned)
+        self._contents.read()
+        return batch, self._position
+
+    def _warn_once(self, turns: list[Turn]) -> None:
+        if not self._streams.has_begun:
+            self._streams.has_begun = True
+            self._streams.warn_of(turns, self._rows.unpadded_size or 0)
+
+    def faults(self) -> FaultCounts:
+        """Returns the counts of failed reads so far."""
+        return self._faults.counts()
+
+    def first_digest(self) -> str:
+        """Returns the digest of the first whole batch, or ""; see `Joiner`."""
+        return self._joiner.first_digest
+
+    def stop(self) -> None:
+        self._faults.stop()
+        self._turns.stop()
+
+    def close(self) -> None:
+        self._turns.close()
+
+
+class StreamIterator(grain.DatasetIterator):
+    """An iterator of Grain over batches of streams, without ``.shard_to``.
+
+    Args:
+        streams: The streams.
+        rows: How their turns become batches.
+    """
+
+    # Grain calls `close` even if `__init__` failed.
+    _batches: Any = None
+
+    def __init__(self, streams: Streams, rows: StreamRows):
+        super().__init__()
+        # `close` may run at the interpreter's exit, when the names of this module are gone. So the
+        # error is made here.
+        self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
+        self._is_closed = False
+        self._streams, self._rows = streams, rows
+        self._batches = StreamBatches(streams, rows, StreamOptions())
+
+    def __next__(self) -> Batch:
+        if self._is_closed:
+            raise self._closed
+        return next(self._batches)[0]
+
+    def get_state(self) -> dict[str, Any]:
+        return self._batches.position.to_state(self._streams, self._streams.fingerprint)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        streams, rows, (state, _) = self._streams, self._rows, without_digest(from_storage(state))
+        position = StreamsPosition.of_state(state, streams, streams.fingerprint, rows.numbers)
+        # The new streams replace the old ones before the old ones are closed. If closing raises an
+        # error, the iterator is at the new position already, and uses no closed stream.
+        before = self._batches
+        self._batches = StreamBatches(streams, rows, StreamOptions(), position)
+        before.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._batches is not None:
+            self._batches.close()

@@ -1,0 +1,73 @@
+"""`StreamDataset`: batches of streams, as a dataset of Grain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+
+from grain_shard.streams.rows import StreamRows
+from grain_shard.streams.stream_batches import StreamIterator
+from grain_shard.streams.streams import OneStream, Streams
+from grain_shard.streams.whole_rows import WholeRows
+
+
+class StreamDataset(grain.IterDataset):
+    """Batches of a user's stream, or of feeds. The stages of the chain change their rows.
+
+    Args:
+        streams: The streams.
+        rows: How the turns of the streams become batches.
+        made_by: The stage that made this dataset, or the name of the batches, for ``str``.
+        parent: The dataset to which the stage was applied. Grain walks down the pipeline through
+            the parents. None for batches of feeds, whose streams are made later.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        rows: StreamRows,
+        *,
+        made_by: Any,
+        parent: grain.IterDataset | None = None,
+    ):
+        super().__init__(() if parent is None else (parent,))
+        self.streams: Streams = streams
+        self.rows: StreamRows = rows
+        self._made_by = made_by
+
+    @classmethod
+    def of(cls, ds: grain.IterDataset) -> StreamDataset:
+        """Returns the batches of a user's stream.
+
+        Raises:
+            ShardingError: Grain would lose epochs of the dataset after a restore.
+        """
+        return cls(OneStream(ds), WholeRows(stream=ds), made_by=ds, parent=ds)
+
+    def after(self, rows: StreamRows, made_by: Any = None) -> StreamDataset:
+        """Returns the dataset after a stage.
+
+        Args:
+            rows: The rows after the stage.
+            made_by: The stage.
+        """
+        parent = self if self.parents else None
+        return StreamDataset(self.streams, rows, made_by=made_by or self._made_by, parent=parent)
+
+    def whole(self) -> StreamDataset:
+        """Returns a dataset of whole batches, of which rows can be chosen.
+
+        If rows of a user's stream were chosen already, the chosen rows count as a whole batch.
+        """
+        chosen = self.rows.layout is not None and isinstance(self.streams, OneStream)
+        return StreamDataset.of(self) if chosen else self
+
+    def __iter__(self) -> StreamIterator:
+        return StreamIterator(self.streams, self.rows)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def __str__(self) -> str:
+        return str(self._made_by)

@@ -1,0 +1,296 @@
+"""`Streams`: the streams of which batches are made, in turns.
+
+In each turn, every stream of this host gives its part of the next batch. There are two kinds. The
+stream of a user is one stream, which gives a whole batch in each turn: `OneStream`. Feeds are
+several streams, which give the same number of rows in each turn: `Feeds` (`feeds.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import grain
+
+from grain_shard.errors import ShardingError
+from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.hosts.compare import GLOBAL, LOCAL
+from grain_shard.hosts.state_files import STREAM
+from grain_shard.iteration.settings import Settings
+from grain_shard.reading.faults import Faults
+from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
+from grain_shard.reading.iterable import agreed_rows, require_another_pass, require_new_pass
+from grain_shard.reading.record_stream import RecordStream
+from grain_shard.reading.retried_records import RetriedRecords
+from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.sharding_tree import ReadMode
+from grain_shard.trees import check_record
+
+# The state of one stream, as plain JSON: {} before its first row, then {"state": the state of
+# Grain's iterator}, and `ENDED` after its last row.
+StreamState = Mapping[str, Any]
+ENDED: StreamState = {"ended": True}
+
+
+class Turn(NamedTuple):
+    """The rows that one stream gives to one batch.
+
+    Attributes:
+        number: Number of the stream.
+        rows: The rows, before they become a batch. A stream that gives whole batches has one row: a
+            batch. Once the stream has ended, the list is shorter or empty.
+        state: The pickled state of the stream after these rows.
+    """
+
+    number: int
+    rows: list[Any]
+    state: bytes
+
+
+class Streams(ABC):
+    """The streams of which batches are made.
+
+    Attributes:
+        kind: The kind of the pipeline, which stands in states.
+        one: The word for one of the streams, in messages.
+        opens_at_once: True if a stream is opened with the iterator. False if the first ``next``
+            opens it.
+        learned: The fields of a state that are known only after the first batch.
+        num_streams: Number of streams, on all hosts together.
+        has_begun: True once a batch was made of the streams in this process.
+    """
+
+    kind: ClassVar[str]
+    one: ClassVar[str]
+    opens_at_once: ClassVar[bool]
+    learned: ClassVar[tuple[str, ...]]
+    num_streams: int
+    has_begun: bool = False
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """The fields that must be the same when a state is saved and when it is restored."""
+
+    @abstractmethod
+    def make(self, number: int) -> grain.IterDataset:
+        """Returns one of the streams.
+
+        Args:
+            number: Number of the stream, from 0.
+        """
+
+    @abstractmethod
+    def reads(
+        self, faults: Faults, num_threads: int | None, *, num_streams: int, rows: int, batches: int
+    ) -> SharedReads:
+        """Returns the threads that read ahead for the streams that one process runs.
+
+        Args:
+            faults: The rules for failed reads.
+            num_threads: Number of threads; None adapts it while they read.
+            num_streams: Number of streams that the process runs.
+            rows: Rows that each stream gives in a turn.
+            batches: Most batches that wait or are unfinished.
+        """
+
+    @abstractmethod
+    def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
+        """Returns an iterator over one of the streams, from the stream's beginning.
+
+        Args:
+            number: Number of the stream, from 0.
+            reads: The threads that read ahead for the streams of this process.
+        """
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Returns the name of one of the streams, for an error of closing."""
+
+    @abstractmethod
+    def place(self, number: int) -> str:
+        """Returns the place of an error in one of the streams, for a note; "" for no note."""
+
+    def failed_at_start(self, error: IndexError) -> str:
+        """Returns a better text for an error that came before the first row; "" for none."""
+        return ""
+
+    def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:  # noqa: B027
+        """Logs a warning if the first rows of the streams show a mistake.
+
+        Args:
+            turns: The turns of the first batch. At least one of them has a row.
+            batch_size: Rows of a global batch, without padding.
+        """
+
+    def require_new_pass(self) -> None:  # noqa: B027
+        """Raises an error if the source allows only one pass, and that pass has begun.
+
+        Raises:
+            ShardingError: The source does not allow another pass.
+        """
+
+    def require_another_pass(self) -> None:  # noqa: B027
+        """Raises an error if a batch that is read before the loop would be lost for the loop.
+
+        Raises:
+            ShardingError: The source does not allow another pass.
+        """
+
+    @abstractmethod
+    def check_options(self, settings: Settings) -> None:
+        """Refuses options of `shard_to` that do not fit these streams.
+
+        Raises:
+            ShardingError: An option does not fit.
+        """
+
+    @abstractmethod
+    def yields(self, settings: Settings) -> str:
+        """Returns the rows that the streams yield on each host, see `HostBatches.rows`.
+
+        Raises:
+            ShardingError: The option `rows` contradicts the source.
+        """
+
+    @abstractmethod
+    def way_to_read(self, read: ReadMode, layout: BatchLayout) -> ReadMode:
+        """Returns the way in which hosts read rows, which "auto" leaves to these streams.
+
+        Args:
+            read: The option of `shard_to`.
+            layout: The rows that this host holds.
+
+        Raises:
+            ShardingError: The streams cannot be read in this way.
+        """
+
+    @abstractmethod
+    def no_epochs(self) -> ShardingError:
+        """Returns the error of ``ds.epochs(n)``: an epoch's end is unknown before it is reached."""
+
+
+class OneStream(Streams):
+    """The stream of a user, which gives one batch in each turn.
+
+    Args:
+        ds: The user's dataset of batches.
+
+    Raises:
+        ShardingError: Grain would lose epochs of the dataset after a restore.
+    """
+
+    kind, one, opens_at_once, learned = STREAM, "stream", True, ("rows",)
+    num_streams = 1
+
+    def __init__(self, ds: grain.IterDataset):
+        refuse_lost_epochs(ds)
+        self._ds = ds
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        # The position of the user's iterator may count the batches of a ``.batch``.
+        return {BATCH_SIZES: nodes.batch_sizes(self._ds)}
+
+    def make(self, number: int) -> grain.IterDataset:
+        return self._ds
+
+    def reads(
+        self, faults: Faults, num_threads: int | None, *, num_streams: int, rows: int, batches: int
+    ) -> SharedReads:
+        records = nodes.records_per_batch(self._ds)
+        bytes_ahead = BYTES_AHEAD if records is None else 0
+        return SharedReads(faults, batches * (records or 1), num_threads, bytes_ahead=bytes_ahead)
+
+    def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
+        def stream_of(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
+            if options == grain.ReadOptions():
+                return RecordStream(reads, None, records, options)
+            return RetriedRecords(records, reads.faults).to_iter_dataset(options)
+
+        return iter(replace_read_ahead(self._ds, stream_of, check_record))
+
+    def name(self, number: int) -> str:
+        return f"this host's {self.one}"
+
+    def place(self, number: int) -> str:
+        return ""
+
+    def require_new_pass(self) -> None:
+        require_new_pass(self._ds)
+
+    def require_another_pass(self) -> None:
+        require_another_pass(self._ds)
+
+    def check_options(self, settings: Settings) -> None:
+        if settings.num_workers:
+            raise ShardingError(
+                "num_workers needs random access or feeds, and the dataset is a stream.",
+                remedy="call .mp_prefetch before .shard_to, cut the stream into grain_shard.feeds,"
+                " or keep the pipeline a grain.MapDataset down to .batch.",
+            )
+        if settings.fault_rules.masks:
+            raise ShardingError(
+                'on_bad_record="mask" needs random access or feeds: in a stream it is unknown which'
+                " row a record belongs to.",
+                remedy="keep the pipeline a grain.MapDataset down to .batch. Or cut the stream into"
+                " grain_shard.feeds, which leave a bad record out. Or catch the error in the .map"
+                " that raises it, return a marker such as None, and .filter the markers out.",
+            )
+        num_hosts = settings.shardings.layout().num_hosts
+        if num_hosts > 1 and agreed_rows(self._ds, settings.rows) is None:
+            raise ShardingError(
+                f"the dataset is a stream, and rows= does not say what the stream yields on each"
+                f" of {num_hosts} hosts.",
+                remedy="cut the stream into grain_shard.feeds, whose batches are the same on any"
+                ' number of hosts. Or pass rows="local" if each host yields the rows of its own'
+                ' devices (shard the source by grain_shard.ShardByMesh), or rows="global" if every'
+                " host yields the same whole batches. Or keep the pipeline a grain.MapDataset down"
+                " to .batch, which needs no rows=.",
+            )
+
+    def yields(self, settings: Settings) -> str:
+        return agreed_rows(self._ds, settings.rows) or GLOBAL
+
+    def way_to_read(self, read: ReadMode, layout: BatchLayout) -> ReadMode:
+        if read == "once":
+            raise ShardingError(
+                'read="once" needs random access, and the dataset is a stream.',
+                remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave read out,"
+                f' shard the source by grain_shard.ShardByMesh, and pass rows="{LOCAL}".',
+            )
+        return "needed"
+
+    def no_epochs(self) -> ShardingError:
+        return ShardingError(
+            "ds.epochs(n) needs random access, and this pipeline is a stream, whose length is"
+            " unknown in advance.",
+            remedy="call iter(ds) once per epoch, and shuffle in the source with a seed that"
+            " depends on the epoch. Or keep the pipeline a grain.MapDataset down to .batch.",
+        )
+
+
+def refuse_lost_epochs(ds: grain.IterDataset) -> None:
+    """Raises an error if Grain would lose epochs of a stream after a restore.
+
+    Grain loses them if a `RepeatIterDataset` repeats interleaved streams. After a restore in a
+    later epoch, such a stream ends with that epoch, without an error. ``.mp_prefetch`` interleaves
+    the streams of its workers.
+
+    Args:
+        ds: The stream.
+
+    Raises:
+        ShardingError: The stream has a `RepeatIterDataset` of interleaved streams.
+    """
+    if nodes.repeats_interleaved(ds):
+        raise ShardingError(
+            "a RepeatIterDataset repeats interleaved streams, and Grain loses the later epochs of"
+            " such a stream after a restore. (.mp_prefetch interleaves its workers' streams.)",
+            remedy="repeat before the interleaving: RepeatIterDataset(ds, n).mp_prefetch(...), or"
+            " repeat each interleaved stream, or call .repeat(n) on the MapDataset at the beginning"
+            " of the stream.",
+        )
