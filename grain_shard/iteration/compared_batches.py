@@ -77,6 +77,8 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
         self._begun: list[tuple[Maker, Sample, Mapping[int, Leaves]]] = []
 
     def __next__(self) -> tuple[Batch, Any]:
+        if not (self._begun or self._rereads):
+            return next(self._batches)
         while self._begun:
             self._compare(*self._begun[0])
             del self._begun[0]

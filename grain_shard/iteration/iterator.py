@@ -60,6 +60,7 @@ class Run:
         stage: The batches of `placed` up to the end that all hosts agree on.
         together: The connection to the same iterator on other hosts.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
+        is_started: True once the background threads were started.
         has_compared: True once the hosts have compared their pipelines, and the contents of the
             source were compared with the restored state.
         end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
@@ -70,6 +71,7 @@ class Run:
     stage: Background[Placed] | AgreedEnd[Placed]
     together: Together
     first_digest: Callable[[], str]
+    is_started: bool = False
     has_compared: bool = False
     end: Raised | None = None
 
@@ -77,6 +79,7 @@ class Run:
         """Starts the background threads; a second call does nothing."""
         self.together.start(self.stage)
         self.stage.start()
+        self.is_started = True
 
     def close(self) -> None:
         """Stops the background threads and waits for them. An interrupted call may be repeated."""
@@ -213,7 +216,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return Cursor(run, opened.position, moves, digest)
 
     def __next__(self) -> Batch:
-        self.start_prefetch()
+        if self._is_closed or self._at.is_broken or not self._at.run.is_started:
+            self.start_prefetch()
         at = self._at
         try:
             if at.run.end is not None:

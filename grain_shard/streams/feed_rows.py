@@ -196,13 +196,15 @@ class FeedJoiner(Joiner):
     """
 
     def __init__(self, rows: FeedRows):
-        self._rows = rows
+        self._by_feed, self._padding, self._wanted = rows.by_feed, rows.padding, rows.rows_in_turn
+        padded_size = rows.padded_size(rows.global_batch_size)
+        self._size = len((rows.layout or _ALL_ROWS).rows(padded_size))
         self._stacker: RowStacker | None = None
 
     def has_ended(self, turns: Sequence[Turn]) -> bool:
         if not any(turn.rows for turn in turns):
             return True
-        padding, wanted = self._rows.padding, self._rows.rows_in_turn
+        padding, wanted = self._padding, self._wanted
         if padding is None or padding.pads_short:
             return False
         short = [turn for turn in turns if len(turn.rows) < wanted]
@@ -236,9 +238,9 @@ class FeedJoiner(Joiner):
         Raises:
             ShardingError: A row has another tree, shape or dtype than the stacker's row.
         """
-        given, padding = {turn.number: turn.rows for turn in turns}, self._rows.padding
+        given, padding = {turn.number: turn.rows for turn in turns}, self._padding
         rows, feeds, missing = list[Any](), list[int](), list[int]()
-        for feed, kept in self._rows.by_feed.items():
+        for feed, kept in self._by_feed.items():
             of_feed = given.get(feed, [])
             rows += [of_feed[i] for i in kept if i < len(of_feed)]
             if padding is not None and (count := sum(i >= len(of_feed) for i in kept)):
@@ -252,8 +254,7 @@ class FeedJoiner(Joiner):
         batch = stacker.batch(arrays)
         if padding is None:
             return batch.tree
-        size = self._rows.padded_size(self._rows.global_batch_size)
-        return pad_batch(batch, len((self._rows.layout or _ALL_ROWS).rows(size)), padding, missing)
+        return pad_batch(batch, self._size, padding, missing)
 
 
 def _stacker(turn: Turn) -> RowStacker:

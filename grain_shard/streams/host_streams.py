@@ -13,6 +13,8 @@ from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.reading.contents import Contents
+from grain_shard.reading.iterable import require_new_pass
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.rereads import Maker
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.feed_sample import FeedSample
@@ -48,7 +50,7 @@ class HostStreams(HostBatches):
         saved_feeds: Sequence[int] | None = None,
     ):
         self._ds, self._options, self.kind, self.rows = ds, options, ds.streams.kind, rows
-        self.padding = ds.rows.own_padding
+        self.padding = ds.rows.padding or Padding(1)
         of_padding = {} if ds.rows.padding is None else ds.rows.padding.fingerprint()
         self.fingerprint = {**ds.streams.fingerprint, **of_padding}
         first_stream = ds.streams.make(0)
@@ -83,7 +85,7 @@ class HostStreams(HostBatches):
         )
 
     def require_new_pass(self) -> None:
-        self._ds.streams.require_new_pass()
+        require_new_pass(self._ds.streams.make(0))
 
     def first(self) -> Batch:
         return self._ds.rows.first(self._ds.streams, self._options.fault_rules)

@@ -35,10 +35,7 @@ class StreamReader:
 
     @property
     def pickled_state(self) -> bytes:
-        """The state of the stream after the last turn. It is pickled, because Grain may change it.
-
-        Pickling is the fastest way to copy a state.
-        """
+        """The state of the stream after the last turn."""
         return pickle.dumps(self._state)
 
     def turn(self, num_rows: int) -> Turn:
@@ -56,7 +53,8 @@ class StreamReader:
         with span(READ), noting(self._place):
             if self._state != ENDED:
                 self._take(rows, num_rows)
-            return Turn(self._number, rows, self.pickled_state)
+            # Pickled, because Grain may change the state that its iterator returned.
+            return Turn(self._number, rows, pickle.dumps(self._state))
 
     def _take(self, rows: list[Any], num_rows: int) -> None:
         try:

@@ -81,11 +81,6 @@ class StreamRows(ABC):
         """The numbers of the streams that this host runs."""
         return (0,)
 
-    @property
-    def own_padding(self) -> Padding:
-        """The rules for rows of padding. If batches are not padded: the default rules."""
-        return self.padding or Padding(1)
-
     def checked(self: R, check: Callable[[int], None]) -> R:
         """Returns the rows after a check of the size of a full batch.
 

@@ -93,7 +93,9 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
                     # contents.
                     self._contents.read()
                     raise StopIteration
-                self._warn_once(turns)
+                if not self._streams.has_begun:
+                    self._streams.has_begun = True
+                    self._streams.warn_of(turns, self._rows.unpadded_size or 0)
                 batch = self._joiner.join(turns)
         except Exception as error:
             # The streams have already given the rows of this batch. A further ``next`` would skip
@@ -102,13 +104,9 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
             raise
         states = {turn.number: turn.state for turn in turns}
         self._position = StreamsPosition(self._position.step + 1, states, self._joiner.learned)
-        self._contents.read()
+        if not self._contents.is_read:
+            self._contents.read()
         return batch, self._position
-
-    def _warn_once(self, turns: list[Turn]) -> None:
-        if not self._streams.has_begun:
-            self._streams.has_begun = True
-            self._streams.warn_of(turns, self._rows.unpadded_size or 0)
 
     def faults(self) -> FaultCounts:
         """Returns the counts of failed reads so far."""

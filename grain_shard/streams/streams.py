@@ -21,7 +21,7 @@ from grain_shard.hosts.state_files import STREAM
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
-from grain_shard.reading.iterable import agreed_rows, require_another_pass, require_new_pass
+from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
@@ -126,20 +126,6 @@ class Streams(ABC):
             batch_size: Rows of a global batch, without padding.
         """
 
-    def require_new_pass(self) -> None:  # noqa: B027
-        """Raises an error if the source allows only one pass, and that pass has begun.
-
-        Raises:
-            ShardingError: The source does not allow another pass.
-        """
-
-    def require_another_pass(self) -> None:  # noqa: B027
-        """Raises an error if a batch that is read before the loop would be lost for the loop.
-
-        Raises:
-            ShardingError: The source does not allow another pass.
-        """
-
     @abstractmethod
     def check_options(self, settings: Settings) -> None:
         """Refuses options of `shard_to` that do not fit these streams.
@@ -218,12 +204,6 @@ class OneStream(Streams):
 
     def place(self, number: int) -> str:
         return ""
-
-    def require_new_pass(self) -> None:
-        require_new_pass(self._ds)
-
-    def require_another_pass(self) -> None:
-        require_another_pass(self._ds)
 
     def check_options(self, settings: Settings) -> None:
         if settings.num_workers:

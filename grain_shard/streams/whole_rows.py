@@ -15,10 +15,10 @@ from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.fingerprint import OTHER_BATCH_SIZE
 from grain_shard.reading.forgotten_batch import refuse_records
-from grain_shard.reading.iterable import IterableBatches
+from grain_shard.reading.iterable import IterableBatches, require_another_pass
 from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
 from grain_shard.reading.whole_batching import take_rows
-from grain_shard.sharding.layout import BatchLayout, round_up
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import PAD, span
 from grain_shard.streams.rows import Joiner, StreamRows
 from grain_shard.streams.streams import Streams, Turn
@@ -71,7 +71,7 @@ class WholeRows(StreamRows):
         return WholeJoiner(self, learned)
 
     def first(self, streams: Streams, rules: FaultRules) -> Batch:
-        streams.require_another_pass()
+        require_another_pass(self.stream)
         joiner = self.begin({})
         with contextlib.closing(Turns(TurnSettings(streams, 1, Faults(rules)), {0: {}})) as turns:
             while not joiner.has_ended(turn := next(turns)):
@@ -100,72 +100,77 @@ class WholeJoiner(Joiner):
         if size and before not in (0, size):
             raise StateError(
                 f"the state was saved with batches of {before} rows, and this stream has batches of"
-                f" {size} rows.\n"
-                f"  remedy: {OTHER_BATCH_SIZE}"
+                f" {size} rows.\n  remedy: {OTHER_BATCH_SIZE}"
             )
         self.learned = {_ROWS: before or size}
         # After a restore the next batch may be the short last one, so its size says nothing.
-        self._is_first = not learned
+        self._is_restored = bool(learned)
+        self._has_begun = False
+        self._padded_size = 0  # rows of each batch with padding; known after the first batch
 
     def has_ended(self, turns: Sequence[Turn]) -> bool:
         return not turns[0].rows
 
     def join(self, turns: Sequence[Turn]) -> Batch | None:
-        rows = self._rows
-        batch = turns[0].rows[0]
+        rows, batch = self._rows, turns[0].rows[0]
         if not (rows.checks or rows.padding or rows.layout):
             return owned(batch) if rows.copies else batch
         flat = FlatBatch.of(batch)
-        if self._is_first and rows.checks:
-            self._check_first(flat)
-        self._is_first = False
-        padded_size = flat.rows
-        if (padding := rows.padding) is not None:
-            full = self.learned[_ROWS] or flat.rows
-            self.learned = {_ROWS: full}
-            padded_size = self._padded_size(flat, full, padding)
-            if flat.rows < full and padding.drops_short:
-                return None
-        kept = None
+        if not self._has_begun:
+            self._begin(flat)
+        if (padding := rows.padding) is not None and self._is_left_out(flat, padding):
+            return None
+        size = self._padded_size or flat.rows
         if rows.layout is not None:
-            kept = rows.layout.rows(padded_size)
-            if not self.first_digest and rows.layout.num_hosts > 1:
-                self.first_digest = element_digest(flat.arrays, MANY_DIGITS)
-        if kept is not None or rows.copies:
-            flat = take_rows(flat, kept)
+            kept = rows.layout.rows(size)
+            flat, size = take_rows(flat, kept), len(kept)
+        elif rows.copies:
+            flat = take_rows(flat, None)
         if padding is None:
             return flat.tree
         with span(PAD):
-            return pad_batch(flat, padded_size if kept is None else len(kept), padding)
+            return pad_batch(flat, size, padding)
 
-    def _check_first(self, flat: FlatBatch) -> None:
-        refuse_records(self._rows.stream, flat)
-        if flat.rows != self._rows.unpadded_size:
-            for check in self._rows.checks:
-                check(flat.rows)
+    def _begin(self, flat: FlatBatch) -> None:
+        """Checks the first batch, and learns the size of a full batch.
 
-    def _padded_size(self, flat: FlatBatch, full: int, padding: Padding) -> int:
-        """Returns the number of rows of a padded batch.
-
-        Args:
-            flat: The batch.
-            full: Rows of a full batch. If it is not known before, the first batch counts as full.
-            padding: The padding.
+        If the size is not known before, the first batch counts as full.
 
         Raises:
-            ShardingError: The batch has more rows than a full one; it is short, and a short batch
-                is refused; or it is not to be padded, and the shards do not divide it.
+            ShardingError: The batch is a record, a check of its size fails, or the shards do not
+                divide it and it is not to be padded.
         """
+        rows = self._rows
+        if rows.checks and not self._is_restored:
+            refuse_records(rows.stream, flat)
+            if flat.rows != rows.unpadded_size:
+                for check in rows.checks:
+                    check(flat.rows)
+        if rows.layout is not None and rows.layout.num_hosts > 1:
+            self.first_digest = element_digest(flat.arrays, MANY_DIGITS)
+        if rows.padding is not None:
+            full = self.learned[_ROWS] or flat.rows
+            self.learned = {_ROWS: full}
+            self._padded_size = rows.padded_size(full)
+            if not rows.padding.pads_short and self._padded_size != full:
+                flat.refuse(
+                    f"{full} rows do not split into {rows.padding.divisor} shards.",
+                    remedy=f'use a batch size of {self._padded_size}, or pass remainder="pad".',
+                )
+        self._has_begun = True
+
+    def _is_left_out(self, flat: FlatBatch, padding: Padding) -> bool:
+        """Returns True if a batch is short and short batches are left out.
+
+        Raises:
+            ShardingError: The batch has more rows than a full one; or it is short, and short
+                batches are refused.
+        """
+        full = self.learned[_ROWS]
         if flat.rows > full or (flat.rows < full and padding.refuses_short):
             flat.refuse(
                 f"the batch has {flat.rows} rows, but a full batch has {full} rows.",
                 remedy=f"if the last batch is short, {SHORT_REMEDY} Give all other batches of the"
                 " stream the same number of rows.",
             )
-        padded_size = round_up(full, padding.divisor)
-        if not padding.pads_short and padded_size != full:
-            flat.refuse(
-                f"{full} rows do not split into {padding.divisor} shards.",
-                remedy=f'use a batch size of {padded_size}, or pass remainder="pad".',
-            )
-        return padded_size
+        return flat.rows < full and padding.drops_short

@@ -153,7 +153,8 @@ class Crew:
             ForkedError: This is a forked process, in which the threads do not run.
             BaseException: An error of the crew itself.
         """
-        self.start()
+        if self._to_start:
+            self.start()
         bell, until = bell or self._progress, time.monotonic() + wait_s
         while not has_come():
             if self.is_stopped:
