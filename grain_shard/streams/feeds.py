@@ -91,7 +91,7 @@ class Feeds(Streams):
         ShardingError: `num_feeds` is not a positive integer, or `make_feed` cannot be called.
     """
 
-    kind, one, opens_at_once, learned = FEEDS, "feed", False, ()
+    kind, one, stays_open, learned = FEEDS, "feed", False, ()
 
     make_feed: MakeFeed
     num_feeds: int

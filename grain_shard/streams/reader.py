@@ -29,7 +29,7 @@ class StreamReader:
         self._streams, self._number, self._state, self._reads = streams, number, state, reads
         self._iterator: grain.DatasetIterator | None = None
         self._place, self._name = streams.place(number), streams.name(number)
-        if streams.opens_at_once and state != ENDED:
+        if streams.stays_open and state != ENDED:
             self._iterator = self._open()
             self._state = {"state": self._iterator.get_state()}
 
@@ -65,7 +65,8 @@ class StreamReader:
             self._state = {"state": self._iterator.get_state()}
         except StopIteration:
             self._state = ENDED
-            self.close()
+            if not self._streams.stays_open:
+                self.close()
         except IndexError as error:
             text = self._streams.failed_at_start(error)
             if self._state or rows or not text:

@@ -56,8 +56,8 @@ class Streams(ABC):
     Attributes:
         kind: The kind of the pipeline, which stands in states.
         one: The word for one of the streams, in messages.
-        opens_at_once: True if a stream is opened with the iterator. False if the first ``next``
-            opens it.
+        stays_open: True if a stream is opened and closed with the iterator. False if its first turn
+            opens it, and its end closes it.
         learned: The fields of a state that are known only after the first batch.
         num_streams: Number of streams, on all hosts together.
         has_begun: True once a batch was made of the streams in this process.
@@ -65,7 +65,7 @@ class Streams(ABC):
 
     kind: ClassVar[str]
     one: ClassVar[str]
-    opens_at_once: ClassVar[bool]
+    stays_open: ClassVar[bool]
     learned: ClassVar[tuple[str, ...]]
     num_streams: int
     has_begun: bool = False
@@ -169,7 +169,7 @@ class OneStream(Streams):
         ShardingError: Grain would lose epochs of the dataset after a restore.
     """
 
-    kind, one, opens_at_once, learned = STREAM, "stream", True, ("rows",)
+    kind, one, stays_open, learned = STREAM, "stream", True, ("rows",)
     num_streams = 1
 
     def __init__(self, ds: grain.IterDataset):
