@@ -36,8 +36,8 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
 
 
 def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostStreams:
-    ds = ds.after(ds.rows.of_host(layouts[host]))
-    saved = ds.rows.to_save(layouts, host)
+    ds = ds.after(ds.plan.of_host(layouts[host]))
+    saved = ds.plan.to_save(layouts, host)
     return HostStreams(ds, saved_feeds=saved)
 
 

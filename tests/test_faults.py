@@ -359,7 +359,7 @@ class TestMask:
         rules = FaultRules(on_bad_record="mask", max_bad_records=1.0)
         held = layout.rows(global_batch_size)
         for index in range(len(ds)):
-            got = ds.batching.read_batch(index, Faults(rules))
+            got = ds.plan.read_batch(index, Faults(rules))
             indices = index * global_batch_size + held
             is_good = [i < num_records and i not in missing for i in indices.tolist()]
             np.testing.assert_array_equal(got["valid_mask"], is_good)
@@ -429,13 +429,13 @@ class TestMask:
         """A file that one host alone lacks would make two different rows of one."""
         rules = FaultRules(on_bad_record="mask")
         ds = batches(Source(8, bad(3, error=lambda text: error))).pipe(PadToDivisible(2))
-        assert not ds.batching.read_batch(0, Faults(rules))["valid_mask"][3]
+        assert not ds.plan.read_batch(0, Faults(rules))["valid_mask"][3]
         rules = faults.read_by_several(rules)
         if is_bad_everywhere:
-            assert not ds.batching.read_batch(0, Faults(rules))["valid_mask"][3]
+            assert not ds.plan.read_batch(0, Faults(rules))["valid_mask"][3]
         else:
             with pytest.raises(type(error)):
-                ds.batching.read_batch(0, Faults(rules))
+                ds.plan.read_batch(0, Faults(rules))
 
 
 class TestTooMany:

@@ -41,7 +41,7 @@ def opened(call, reading):
 
 
 def host_of(ds, layouts, host):
-    return HostStreams(ds, saved_feeds=ds.rows.to_save(layouts, host))
+    return HostStreams(ds, saved_feeds=ds.plan.to_save(layouts, host))
 
 
 def hosts_of(ds, shards_of_hosts, divisor):
@@ -50,7 +50,7 @@ def hosts_of(ds, shards_of_hosts, divisor):
         host: BatchLayout(divisor, tuple(shards)) for host, shards in enumerate(shards_of_hosts)
     }
     return [
-        host_of(ds.after(ds.rows.of_host(layout)), layouts, host)
+        host_of(ds.after(ds.plan.of_host(layout)), layouts, host)
         for host, layout in layouts.items()
     ]
 
@@ -149,7 +149,7 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
     divisor, shards = before
     hosts = hosts_of(ds, shards, divisor)
     for host, layout_shards in zip(hosts, shards, strict=True):
-        rows = ds.rows.of_host(BatchLayout(divisor, tuple(layout_shards)))
+        rows = ds.plan.of_host(BatchLayout(divisor, tuple(layout_shards)))
         by_feed = rows.by_feed
         assert list(rows.rows_of(rows.layout)) == list(by_feed) == host.own_feeds.run
     saved = [feed for host in hosts for feed in host.own_feeds.saved]

@@ -417,7 +417,7 @@ def test_no_reader_outlives_feeds_that_wait_for_it(how, waiting):
 
 def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     ds, inside, release = waiting
-    rows, ended = StreamBatches(ds.streams, ds.rows, StreamOptions()), []
+    rows, ended = StreamBatches(ds.streams, ds.plan, StreamOptions()), []
 
     def consume():
         try:

@@ -1,14 +1,15 @@
 """`Batching`: describes the host batches of a random-access pipeline, and reads them.
 
-A `Batching` says which records are in each batch, which rows of a batch this host keeps, and how
-batches are padded. It is immutable. A stage of the chain returns a changed copy.
+A `Batching` says which records are in each batch. As every `Plan`, it also says which rows of a
+batch this host keeps, and how batches are padded.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from abc import ABC, abstractmethod
+import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
@@ -22,6 +23,7 @@ from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.padding import SHORT_REMEDY, Padding
+from grain_shard.reading.plan import CheckSize, Plan
 from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import READ, span
@@ -31,22 +33,18 @@ B = TypeVar("B", bound="Batching")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching(ABC):
+class Batching(Plan):
     """The batches of a random-access pipeline: their records, the rows to keep, and their padding.
 
     Attributes:
         cuts: The records of each batch. If a slice or a shuffle chose the batches, or the size of a
             batch is unknown, each batch counts as one record.
         num_epochs: Number of epochs of `cuts` in one pass over the pipeline.
-        padding: The padding of each batch; None for unpadded batches.
-        layout: The rows of a batch that this host keeps; None to keep all rows.
         reads_rows_alone: True if one row of a batch can be read without the other rows.
     """
 
     cuts: Cuts
     num_epochs: int = 1
-    padding: Padding | None = None
-    layout: BatchLayout | None = None
     reads_rows_alone: ClassVar[bool] = False
 
     @property
@@ -105,7 +103,6 @@ class Batching(ABC):
 
     @property
     def global_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes of full global batches with padding, each listed once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
     @functools.cached_property
@@ -188,6 +185,36 @@ class Batching(ABC):
             other._require_full(cuts)
         return other
 
+    def checked(self: B, check: CheckSize) -> B:
+        if not self.num_batches():
+            raise ShardingError(
+                "the dataset has no batch: it is empty, or it drops the remainder and has fewer"
+                " records than one batch.",
+                remedy="check that the source has records. Or keep a short batch, with"
+                ' .batch(B, drop_remainder=False) and remainder="pad".',
+            )
+        return super().checked(check)
+
+    def of_host(self: B, layout: BatchLayout) -> B:
+        """Returns a copy for one host. Warns if the host has to read rows that it does not keep.
+
+        Args:
+            layout: The rows that the host keeps.
+
+        Raises:
+            ShardingError: The shards do not divide the batch size.
+        """
+        own = super().of_host(layout)
+        _ = own.kept  # raises the error if the shards do not divide the batch size
+        if own.reads_other_rows:
+            warnings.warn(
+                f"this host holds {len(layout.shards)} of {layout.divisor} shards, but reads every"
+                " row: a custom batch_fn, or a .map after .batch, needs the whole batch. Move the"
+                " .map before .batch, so that each host reads only its own rows.",
+                stacklevel=2,
+            )
+        return own
+
     def padded(self: B, padding: Padding) -> B:
         """Returns a copy with padding. If `remainder` is "drop", the copy has no short batches.
 
@@ -195,7 +222,7 @@ class Batching(ABC):
             ShardingError: `remainder` is "error" and a batch is short; or it is "drop" and no batch
                 is full; or it is "error" or "drop", and it is unknown which batches are short.
         """
-        padded = replace(self, padding=padding)
+        padded = super().padded(padding)
         if padding.pads_short:
             return padded
         cuts, largest = self.epochs(), max(self.unpadded_sizes)

@@ -33,17 +33,17 @@ class RowMapDataset(grain.MapDataset):
 
     Args:
         parent: The dataset to which the stage was applied.
-        batching: Describes the batches, and reads them.
+        plan: Describes the batches, and reads them.
         made_by: The stage that made this dataset, for ``str``.
     """
 
-    def __init__(self, parent: grain.MapDataset, batching: Batching, made_by: Any = None):
+    def __init__(self, parent: grain.MapDataset, plan: Batching, made_by: Any = None):
         super().__init__(parent)
-        self.batching: Batching = batching
+        self.plan: Batching = plan
         self._made_by = made_by
 
     def __len__(self) -> int:
-        return self.batching.num_batches()
+        return self.plan.num_batches()
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -56,12 +56,12 @@ class RowMapDataset(grain.MapDataset):
             return self.slice(index)
         if index < 0:
             index += len(self)  # negative indices count from the end, as in a list
-        return self.batching.read_batch(index, Faults(FAIL_AT_ONCE))
+        return self.plan.read_batch(index, Faults(FAIL_AT_ONCE))
 
     @property
     def makes_batches(self) -> bool:
         """True if this dataset batches records; False if its parent has batches already."""
-        return self.batching.reads_rows_alone
+        return self.plan.reads_rows_alone
 
     def whole(self) -> RowMapDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
@@ -69,7 +69,7 @@ class RowMapDataset(grain.MapDataset):
         If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
         then read together, even if only some of them are needed.
         """
-        if self.batching.layout is None:
+        if self.plan.layout is None:
             return self
         return RowMapDataset(self, batching_of(self))
 
@@ -85,7 +85,7 @@ class RowMapDataset(grain.MapDataset):
             ShardingError: Batch sizes change and `reseed_each_epoch` is False, or `num_epochs` is
                 not a positive integer.
         """
-        batching = self.batching
+        batching = self.plan
         if not batching.counts_records or not (reseed_each_epoch or batching.has_several_sizes):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
         if not reseed_each_epoch:
@@ -96,9 +96,13 @@ class RowMapDataset(grain.MapDataset):
             )
         if num_epochs is not None:
             require_int("num_epochs", num_epochs, 1)
-        return self.with_batching(batching.repeated(num_epochs or sys.maxsize))
+        return self.after(batching.repeated(num_epochs or sys.maxsize))
 
-    def with_batching(self, batching: Batching) -> RowMapDataset:
-        """Returns the dataset with other batches of the same records."""
-        (parent,) = self.parents
-        return RowMapDataset(parent, batching, self._made_by)
+    def after(self, plan: Batching, made_by: Any = None) -> RowMapDataset:
+        """Returns the dataset with another plan of the same batches, as after a stage.
+
+        Args:
+            plan: The plan.
+            made_by: The stage.
+        """
+        return RowMapDataset(self, plan, made_by or self._made_by)

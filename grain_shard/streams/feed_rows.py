@@ -58,6 +58,10 @@ class FeedRows(StreamRows):
             )
 
     @property
+    def num_streams(self) -> int:
+        return self.num_feeds
+
+    @property
     def unpadded_size(self) -> int:
         return self.global_batch_size
 

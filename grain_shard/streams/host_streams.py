@@ -50,8 +50,8 @@ class HostStreams(HostBatches):
         saved_feeds: Sequence[int] | None = None,
     ):
         self._ds, self._options, self.kind, self.rows = ds, options, ds.streams.kind, rows
-        self.padding = ds.rows.padding or Padding(1)
-        of_padding = {} if ds.rows.padding is None else ds.rows.padding.fingerprint()
+        self.padding = ds.plan.padding or Padding(1)
+        of_padding = {} if ds.plan.padding is None else ds.plan.padding.fingerprint()
         self.fingerprint = {**ds.streams.fingerprint, **of_padding}
         first_stream = ds.streams.make(0)
         # A source that only one thread may read must not be read again by another thread.
@@ -59,18 +59,18 @@ class HostStreams(HostBatches):
         # Two hosts may have unlike streams. So only the streams of feeds are compared.
         self.contents = Contents(first_stream if self.kind == FEEDS else None)
         if self.kind == FEEDS:
-            own = list(ds.rows.numbers)
+            own = list(ds.plan.numbers)
             self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
-            self.compared = {**self.fingerprint, "global_batch_size": ds.rows.unpadded_size}
+            self.compared = {**self.fingerprint, "global_batch_size": ds.plan.unpadded_size}
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
         ds, options, rereads = self._ds, self._options, self._rereads
-        made = StreamBatches(ds.streams, ds.rows, options, position, self.contents)
+        made = StreamBatches(ds.streams, ds.plan, options, position, self.contents)
         if options.num_workers:
-            assert isinstance(ds.rows, FeedRows)  # other streams take no workers
+            assert isinstance(ds.plan, FeedRows)  # other streams take no workers
             first_rows = functools.partial(
-                FeedSample, ds.streams, ds.rows, options.fault_rules, made.position
+                FeedSample, ds.streams, ds.plan, options.fault_rules, made.position
             )
             rereads = (Reread(first_rows, Maker("a worker process", False)), *rereads)
         # Worker processes have a buffer of their own. So with workers, only one batch waits in this
@@ -88,7 +88,7 @@ class HostStreams(HostBatches):
         require_new_pass(self._ds.streams.make(0))
 
     def first(self) -> Batch:
-        return self._ds.rows.first(self._ds.streams, self._options.fault_rules)
+        return self._ds.plan.first(self._ds.streams, self._options.fault_rules)
 
     def next_batch(self, position: StreamsPosition) -> Mapping[str, Any]:
         return {"next batch": position.step}
@@ -105,4 +105,4 @@ class HostStreams(HostBatches):
 
     def from_state(self, state: dict[str, Any]) -> StreamsPosition:
         ds = self._ds
-        return StreamsPosition.of_state(state, ds.streams, self.fingerprint, ds.rows.numbers)
+        return StreamsPosition.of_state(state, ds.streams, self.fingerprint, ds.plan.numbers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from grain_shard.reading.faults import FaultRules
-from grain_shard.reading.padding import Padding
+from grain_shard.reading.plan import Plan
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.streams.streams import Streams, Turn
 from grain_shard.trees import Batch
@@ -53,23 +53,18 @@ class Joiner(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamRows(ABC):
-    """How turns become batches: the padding, and the rows that this host keeps.
-
-    It is immutable. A stage of the chain returns a changed copy.
-
-    Attributes:
-        padding: The padding of each batch; None for unpadded batches.
-        layout: The rows of a batch that this host keeps; None to keep all rows.
-    """
-
-    padding: Padding | None = None
-    layout: BatchLayout | None = None
+class StreamRows(Plan):
+    """How turns become batches: the padding, and the rows that this host keeps."""
 
     @property
     @abstractmethod
     def unpadded_size(self) -> int | None:
         """Rows of a full global batch, without padding; None if unknown before a batch is read."""
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        size = self.unpadded_size
+        return () if size is None else (self.padded_size(size),)
 
     @property
     @abstractmethod
@@ -81,34 +76,9 @@ class StreamRows(ABC):
         """The numbers of the streams that this host runs."""
         return (0,)
 
-    def checked(self: R, check: Callable[[int], None]) -> R:
-        """Returns the rows after a check of the size of a full batch.
-
-        A size that is not known yet is checked at the first batch.
-
-        Args:
-            check: Raises an error if a batch must not have the size that it is called with.
-        """
-        if self.unpadded_size is not None:
-            check(self.padded_size(self.unpadded_size))
-        return self
-
-    def padded(self: R, padding: Padding) -> R:
-        """Returns the rows with padding, and with a mask."""
-        return replace(self, padding=padding)
-
     def padded_size(self, rows: int) -> int:
         """Returns the number of rows of a full batch of `rows` rows, with padding."""
         return rows if self.padding is None else round_up(rows, self.padding.divisor)
-
-    @abstractmethod
-    def of_host(self: R, layout: BatchLayout) -> R:
-        """Returns the rows of one host.
-
-        Args:
-            layout: The rows that the host holds. The size of a padded batch has to be a multiple of
-                `layout.divisor`.
-        """
 
     @abstractmethod
     def to_place(self: R, layout: BatchLayout) -> R:
@@ -141,7 +111,7 @@ class StreamRows(ABC):
             ShardingError: There is no row, or the row would be lost for the loop.
         """
 
-    def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:  # noqa: B027
+    def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:
         """Raises an error if the hosts of a mesh cannot divide the streams among them.
 
         Args:

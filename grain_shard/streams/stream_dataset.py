@@ -13,11 +13,11 @@ from grain_shard.streams.whole_rows import WholeRows
 
 
 class StreamDataset(grain.IterDataset):
-    """Batches of a user's stream, or of feeds. The stages of the chain change their rows.
+    """Batches of a user's stream, or of feeds. The stages of the chain change their plan.
 
     Args:
         streams: The streams.
-        rows: How the turns of the streams become batches.
+        plan: How the turns of the streams become batches.
         made_by: The stage that made this dataset, or the name of the batches, for ``str``.
         parent: The dataset to which the stage was applied. Grain walks down the pipeline through
             the parents. None for batches of feeds, whose streams are made later.
@@ -26,14 +26,14 @@ class StreamDataset(grain.IterDataset):
     def __init__(
         self,
         streams: Streams,
-        rows: StreamRows,
+        plan: StreamRows,
         *,
         made_by: Any,
         parent: grain.IterDataset | None = None,
     ):
         super().__init__(() if parent is None else (parent,))
         self.streams: Streams = streams
-        self.rows: StreamRows = rows
+        self.plan: StreamRows = plan
         self._made_by = made_by
 
     @classmethod
@@ -45,26 +45,26 @@ class StreamDataset(grain.IterDataset):
         """
         return cls(OneStream(ds), WholeRows(stream=ds), made_by=ds, parent=ds)
 
-    def after(self, rows: StreamRows, made_by: Any = None) -> StreamDataset:
-        """Returns the dataset after a stage.
+    def after(self, plan: StreamRows, made_by: Any = None) -> StreamDataset:
+        """Returns the dataset with another plan of the same batches, as after a stage.
 
         Args:
-            rows: The rows after the stage.
+            plan: The plan.
             made_by: The stage.
         """
         parent = self if self.parents else None
-        return StreamDataset(self.streams, rows, made_by=made_by or self._made_by, parent=parent)
+        return StreamDataset(self.streams, plan, made_by=made_by or self._made_by, parent=parent)
 
     def whole(self) -> StreamDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
 
         If rows of a user's stream were chosen already, the chosen rows count as a whole batch.
         """
-        chosen = self.rows.layout is not None and isinstance(self.streams, OneStream)
+        chosen = self.plan.layout is not None and isinstance(self.streams, OneStream)
         return StreamDataset.of(self) if chosen else self
 
     def __iter__(self) -> StreamIterator:
-        return StreamIterator(self.streams, self.rows)
+        return StreamIterator(self.streams, self.plan)
 
     def __repr__(self) -> str:
         return f"<{self}>"

@@ -17,6 +17,7 @@ from grain_shard.reading.fingerprint import OTHER_BATCH_SIZE
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.iterable import IterableBatches, require_another_pass
 from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
+from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import PAD, span
@@ -52,12 +53,9 @@ class WholeRows(StreamRows):
     def rows_in_turn(self) -> int:
         return 1  # of which each is a batch
 
-    def checked(self, check: Callable[[int], None]) -> WholeRows:
+    def checked(self, check: CheckSize) -> WholeRows:
         super().checked(check)
-        return replace(self, checks=(*self.checks, lambda rows: check(self.padded_size(rows))))
-
-    def of_host(self, layout: BatchLayout) -> WholeRows:
-        return replace(self, layout=layout)
+        return replace(self, checks=(*self.checks, lambda rows: check(self.padded_size(rows), 1)))
 
     def to_place(self, layout: BatchLayout) -> WholeRows:
         return self.with_own_arrays()

@@ -183,7 +183,7 @@ class _Chain(Stage):
             options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             return self(ds.to_iter_dataset(options))
         padded = self._padded(ds, self.put.shardings.layout().divisor)
-        return self._reading(padded, self.read, *padded.batching.global_batch_sizes)
+        return self._reading(padded, self.read)
 
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
         layout, streams = self.put.shardings.layout(), ds.streams
@@ -191,25 +191,19 @@ class _Chain(Stage):
         streams.check_options(self.put)
         if streams.yields(self.put) == LOCAL:  # the dataset yields this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
-        padded = self._padded(ds, layout.divisor)
-        size = padded.rows.unpadded_size
-        sizes = () if size is None else (size,)
-        return self._reading(padded, read, *sizes, num_feeds=streams.num_streams)
+        return self._reading(self._padded(ds, layout.divisor), read)
 
-    def _reading(
-        self, padded: Any, read: ReadMode, *global_batch_sizes: int, num_feeds: int = 1
-    ) -> ShardedDataset:
+    def _reading(self, padded: RowMapDataset | StreamDataset, read: ReadMode) -> ShardedDataset:
         """Adds the last two stages to padded batches: keep this host's rows, and place them.
 
         Args:
             padded: The dataset after padding.
             read: "needed": each host reads the rows that its devices need. "once": each row is
                 read once, and the devices then exchange rows. "auto" chooses.
-            *global_batch_sizes: The sizes of batches before padding; none if unknown.
-            num_feeds: Number of feeds that each give the same number of rows.
         """
-        target, put = self.put.shardings, self.put
-        if target.way_to_read(read, *global_batch_sizes, num_feeds=num_feeds) == "once":
+        target, put, plan = self.put.shardings, self.put, padded.plan
+        way = target.way_to_read(read, *plan.global_batch_sizes, num_feeds=plan.num_streams)
+        if way == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
         return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 

@@ -50,7 +50,7 @@ class DevicePut(Settings, Stage):
             ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
                 no mask.
         """
-        settings, rules, batching = self, self.fault_rules, ds.batching
+        settings, rules, batching = self, self.fault_rules, ds.plan
         if rules.masks:
             _check_can_leave_out(ds)
             if self.shardings.layout().amplification > 1:
@@ -79,7 +79,7 @@ class DevicePut(Settings, Stage):
         streams = ds.streams
         streams.check_options(self)
         yields, layouts = streams.yields(self), self.shardings.layouts()
-        rows = ds.rows.to_place(self.shardings.layout())
+        rows = ds.plan.to_place(self.shardings.layout())
         rows.check_hosts(layouts)
         options = StreamOptions(
             self.num_threads,
@@ -117,14 +117,14 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     Raises:
         ShardingError: Rows cannot be read alone, or the batches have no mask.
     """
-    if not ds.batching.reads_rows_alone:
+    if not ds.plan.reads_rows_alone:
         raise ShardingError(
             'on_bad_record="mask" needs rows that are read one by one. A custom batch_fn, or a .map'
             " after .batch, makes a batch as a whole.",
             remedy="move the .map before .batch, where it gets single records. Pad records to one"
             " shape in that .map instead of in a batch_fn.",
         )
-    if ds.batching.rows_of_padding.mask_key is None:
+    if ds.plan.rows_of_padding.mask_key is None:
         raise ShardingError(
             'on_bad_record="mask" needs a mask, but mask_key=None leaves the batches without one.',
             remedy="leave out mask_key=None.",

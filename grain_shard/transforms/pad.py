@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from grain_shard.reading.padding import Padding
-from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.streams.stream_dataset import StreamDataset
-from grain_shard.transforms.stage import Stage
+from grain_shard.reading.plan import P
+from grain_shard.transforms.stage import PlanStage
 
 
-class PadToDivisible(Padding, Stage):
+class PadToDivisible(Padding, PlanStage):
     """Pads the rows of every batch to a multiple of `divisor`, and adds a mask.
 
     A short batch gets as many rows as a full one, so a training step compiles once. The mask is
@@ -30,24 +29,18 @@ class PadToDivisible(Padding, Stage):
             tree prefix of numbers. Leaves outside the prefix are padded with 0.
     """
 
-    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """Returns the padded dataset.
+    def change(self, plan: P) -> P:
+        """Returns the plan with this padding; see `Plan.padded`.
+
+        The iterator of a stream raises a `ShardingError` for a batch with more rows than a full
+        batch. It also does so for a short batch if `remainder` is "error", and for any batch if
+        `remainder` is not "pad" and `divisor` does not divide the rows of a full batch. If the size
+        of a full batch is not known, the first batch counts as full. In feeds, padding also stands
+        for the rows of feeds that have ended.
 
         Raises:
             ShardingError: `remainder` is "error" and the last batch is short. Or `remainder` is
                 not "pad", and a slice or shuffle after ``.batch`` hides which batches are short.
                 Or "drop" would leave no batch.
         """
-        ds = ds.whole()
-        return RowMapDataset(ds, ds.batching.padded(self), self)
-
-    def of_streams(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the padded batches. Padding also stands for the rows of feeds that have ended.
-
-        The iterator of a user's stream raises a `ShardingError` for a batch with more rows than a
-        full batch. It also does so for a short batch if `remainder` is "error", and for any batch
-        if `remainder` is not "pad" and `divisor` does not divide the rows of a full batch. If the
-        size of a full batch is not known, the first batch counts as full.
-        """
-        ds = ds.whole()
-        return ds.after(ds.rows.padded(self), self)
+        return plan.padded(self)

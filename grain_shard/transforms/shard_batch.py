@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grain_shard.errors import ShardingError
-from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.plan import P
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.streams.stream_dataset import StreamDataset
-from grain_shard.transforms.stage import Stage
+from grain_shard.transforms.stage import PlanStage
 
 
 @dataclass(frozen=True)
-class ShardBatch(Stage):
+class ShardBatch(PlanStage):
     """Keeps the rows of each batch that this host's devices hold.
 
     Over a `MapDataset` it reads only the records of these rows, unless a ``batch_fn`` or a ``.map``
@@ -39,33 +37,13 @@ class ShardBatch(Stage):
                 remedy="pass ShardingTree.of(mesh, spec).layout().",
             )
 
-    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """Returns the dataset of this host's rows: leaves are ``[host_batch_size, ...]``.
+    def change(self, plan: P) -> P:
+        """Returns the plan of this host's rows: leaves are ``[host_batch_size, ...]``.
 
-        Warns if this host has to read rows that it does not hold.
-
-        Raises:
-            ShardingError: The shards do not divide the batch size.
-        """
-        ds = ds.whole()
-        batching = replace(ds.batching, layout=self.layout)
-        _ = batching.kept  # raises the error if the shards do not divide the batch size
-        if batching.reads_other_rows:
-            warnings.warn(
-                f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards, but"
-                " reads every row: a custom batch_fn, or a .map after .batch, needs the whole"
-                " batch. Move the .map before .batch, so that each host reads only its own rows.",
-                stacklevel=2,
-            )
-        return RowMapDataset(ds, batching, self)
-
-    def of_streams(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the dataset of this host's rows.
-
-        A user's stream must be the same on every host. Only the feeds that make these rows run.
+        Warns if this host has to read rows that it does not hold. A stream of the user must be the
+        same on every host. Only the feeds that make this host's rows run.
 
         Raises:
             ShardingError: The shards do not divide the batch size.
         """
-        ds = ds.whole()
-        return ds.after(ds.rows.of_host(self.layout), self)
+        return plan.of_host(self.layout)

@@ -1,4 +1,4 @@
-"""`Stage`: the base class of the chain's stages, with a method for each kind of pipeline."""
+"""`Stage` and `PlanStage`: the base classes of the chain's stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.private_names import log_missing_names
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.sharded_dataset import sharded
+from grain_shard.reading.plan import P
 from grain_shard.reading.row_dataset import RowMapDataset, batching_of
 from grain_shard.streams.stream_dataset import StreamDataset
 
@@ -20,7 +21,7 @@ class Stage(ABC):
     """The base class of a stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
 
     There are two kinds of pipelines: random access, and streams, which may be feeds. A stage
-    implements a method for each kind. Only this class finds out the kind of a dataset.
+    implements a method for each kind. Only this file finds out the kind of a dataset.
     """
 
     def __call__(self, ds: Any) -> Any:
@@ -33,34 +34,8 @@ class Stage(ABC):
             ShardingError: `ds` is another kind of object, is sharded already, or does not fit the
                 stage's arguments.
         """
-        log_missing_names()
-        if sharded(ds) is not None:
-            raise ShardingError(
-                "the dataset is sharded already.", remedy="call .shard_to once, at the end."
-            )
-        if isinstance(ds, RowMapDataset):
-            return self.of_random_access(ds)
-        if isinstance(ds, StreamDataset):
-            return self.of_streams(ds)
-        if isinstance(ds, grain.experimental.ElasticIterator):
-            raise ShardingError(
-                "an ElasticIterator makes the batches of one host, and can be iterated over once.",
-                remedy="leave it out, and call .batch(global_batch_size).shard_to(mesh) on its"
-                " MapDataset: the state restores on any number of hosts. If its dataset is a"
-                " stream, cut the stream into grain_shard.feeds.",
-            )
-        if isinstance(ds, grain.MapDataset | grain.IterDataset):
-            _refuse_after_batch(ds)
-        if isinstance(ds, grain.MapDataset):
-            return self.of_random_access(RowMapDataset(ds, batching_of(ds)))
-        if isinstance(ds, grain.IterDataset):
-            return self.of_streams(StreamDataset.of(ds))
-        raise ShardingError(
-            f"cannot shard a {type(ds).__name__}.",
-            remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn"
-            " a DataLoader or any other iterable of batches into a dataset by"
-            " grain_shard.from_iterable(loader, rows=...).",
-        )
+        ds = _planned(ds)
+        return self.of_random_access(ds) if isinstance(ds, RowMapDataset) else self.of_streams(ds)
 
     @abstractmethod
     def of_random_access(self, ds: RowMapDataset) -> grain.MapDataset | grain.IterDataset:
@@ -69,6 +44,53 @@ class Stage(ABC):
     @abstractmethod
     def of_streams(self, ds: StreamDataset) -> grain.IterDataset:
         """Returns the dataset after this stage, for batches that are read in order."""
+
+
+class PlanStage(ABC):
+    """A stage that only changes the plan of the batches, alike for each kind of pipeline."""
+
+    def __call__(self, ds: Any) -> Any:
+        """Returns the dataset after this stage; see `Stage`."""
+        ds = _planned(ds).whole()
+        return ds.after(self.change(ds.plan), self)
+
+    @abstractmethod
+    def change(self, plan: P) -> P:
+        """Returns the plan after this stage."""
+
+
+def _planned(ds: Any) -> RowMapDataset | StreamDataset:
+    """Returns a user's dataset as one with a plan.
+
+    Raises:
+        ShardingError: `ds` is no dataset of batches, or is sharded already.
+    """
+    log_missing_names()
+    if sharded(ds) is not None:
+        raise ShardingError(
+            "the dataset is sharded already.", remedy="call .shard_to once, at the end."
+        )
+    if isinstance(ds, RowMapDataset | StreamDataset):
+        return ds
+    if isinstance(ds, grain.experimental.ElasticIterator):
+        raise ShardingError(
+            "an ElasticIterator makes the batches of one host, and can be iterated over once.",
+            remedy="leave it out, and call .batch(global_batch_size).shard_to(mesh) on its"
+            " MapDataset: the state restores on any number of hosts. If its dataset is a stream,"
+            " cut the stream into grain_shard.feeds.",
+        )
+    if isinstance(ds, grain.MapDataset | grain.IterDataset):
+        _refuse_after_batch(ds)
+    if isinstance(ds, grain.MapDataset):
+        return RowMapDataset(ds, batching_of(ds))
+    if isinstance(ds, grain.IterDataset):
+        return StreamDataset.of(ds)
+    raise ShardingError(
+        f"cannot shard a {type(ds).__name__}.",
+        remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn a"
+        " DataLoader or any other iterable of batches into a dataset by"
+        " grain_shard.from_iterable(loader, rows=...).",
+    )
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
@@ -86,7 +108,7 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
             " ds.map(...). Then call .batch(B).shard_to(mesh) on the feeds, with no transformation"
             " in between.",
         )
-    if any(isinstance(node, RowMapDataset) and node.batching.has_several_sizes for node in below):
+    if any(isinstance(node, RowMapDataset) and node.plan.has_several_sizes for node in below):
         raise ShardingError(
             f"{ds} follows batches whose size changes, so it is unknown which batches are full.",
             remedy="move this transformation before BatchSchedule, where it gets single records."

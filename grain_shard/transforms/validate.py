@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.plan import P
 from grain_shard.sharding.layout import round_up
-from grain_shard.streams.stream_dataset import StreamDataset
-from grain_shard.transforms.stage import Stage
+from grain_shard.transforms.stage import PlanStage
 
 
 @dataclass(frozen=True)
-class ValidateBatchSize(Stage):
+class ValidateBatchSize(PlanStage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
     If the shards do not divide the size, and batches may be padded, the log says so.
@@ -47,37 +46,17 @@ class ValidateBatchSize(Stage):
     def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
 
-    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """Returns the dataset after a check of its batch sizes.
+    def change(self, plan: P) -> P:
+        """Returns the plan after a check of its batch sizes.
+
+        A batch size that is not known yet is checked at the first batch. The first batch of a
+        stream is also checked for a ``.batch`` that was forgotten.
 
         Raises:
             ShardingError: The dataset has no batch. Or `must_divide` is True, and the shards do not
                 divide a batch size.
         """
-        ds = ds.whole()
-        if len(ds) == 0:
-            raise ShardingError(
-                "the dataset has no batch: it is empty, or it drops the remainder and has fewer"
-                " records than one batch.",
-                remedy="check that the source has records. Or keep a short batch, with"
-                ' .batch(B, drop_remainder=False) and remainder="pad".',
-            )
-        for global_batch_size in ds.batching.global_batch_sizes:
-            self.check(global_batch_size)
-        return RowMapDataset(ds, ds.batching, self)
-
-    def of_streams(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the dataset after a check of its batch size.
-
-        A batch size that is not known yet is checked at the first batch. The first batch of a
-        user's stream is also checked for a ``.batch`` that was forgotten.
-
-        Raises:
-            ShardingError: The batch size is known, `must_divide` is True, and the shards do not
-                divide the size.
-        """
-        ds, num_streams = ds.whole(), ds.streams.num_streams
-        return ds.after(ds.rows.checked(lambda size: self.check(size, num_streams)), self)
+        return plan.checked(self.check)
 
     def check(self, global_batch_size: int, num_streams: int = 1) -> None:
         """Checks one batch size.

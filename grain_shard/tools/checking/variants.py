@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -11,13 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.sharding.layout import BatchLayout, batch_axes
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
-from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.device_put import DevicePut
-from grain_shard.transforms.stage import Stage
 
 _MOST_MESHES = 2
 
@@ -39,7 +36,7 @@ def of_host(ds: ShardedDataset, layout: BatchLayout) -> ShardedDataset:
     Raises:
         ShardingError: The shards of the layout do not divide the batch.
     """
-    return _placed(ds, _OfHost(layout)(ds.parents[0]))
+    return _placed(ds, _kept(ds, layout))
 
 
 def on_mesh(ds: ShardedDataset, shardings: ShardingTree) -> ShardedDataset:
@@ -48,7 +45,7 @@ def on_mesh(ds: ShardedDataset, shardings: ShardingTree) -> ShardedDataset:
     Raises:
         ShardingError: The shards of the mesh do not divide the batch.
     """
-    kept = _OfHost(shardings.layout())(ds.parents[0])
+    kept = _kept(ds, shardings.layout())
     return read_alone(_placed(ds, kept, shardings=shardings, final_shardings=None))
 
 
@@ -91,22 +88,11 @@ def _resized(target: ShardingTree, axis: str, size: int, devices: list[Any]) -> 
     return replace(target, prefix=jax.tree.map(moved, target.prefix))
 
 
+def _kept(ds: ShardedDataset, layout: BatchLayout) -> Any:
+    """Returns the dataset before placement, with the rows of another layout."""
+    (parent,) = cast(Any, ds.parents)
+    return parent.after(replace(parent.plan, layout=layout))
+
+
 def _placed(ds: ShardedDataset, parent: Any, **options: Any) -> ShardedDataset:
     return replace(cast(DevicePut, ds.settings), **options)(parent)
-
-
-@dataclass(frozen=True)
-class _OfHost(Stage):
-    """Keeps the rows of another layout, in place of those that a pipeline keeps.
-
-    Attributes:
-        layout: The rows to keep.
-    """
-
-    layout: BatchLayout
-
-    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        return ds.with_batching(replace(ds.batching, layout=self.layout))
-
-    def of_streams(self, ds: StreamDataset) -> StreamDataset:
-        return ds.after(ds.rows.of_host(self.layout))

@@ -1,0 +1,77 @@
+"""`Plan`: what the stages of the chain have decided about the batches of a pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from grain_shard.reading.padding import Padding
+from grain_shard.sharding.layout import BatchLayout
+
+P = TypeVar("P", bound="Plan")
+# A function that checks the size of a full batch. It also gets the number of streams that each give
+# the same number of rows, and raises an error or warns.
+CheckSize = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """How batches are padded, and which rows of them this host keeps.
+
+    There is a subclass for each kind of pipeline. A plan is immutable. A stage of the chain returns
+    a changed copy.
+
+    Attributes:
+        padding: The padding of each batch; None for unpadded batches.
+        layout: The rows of a batch that this host keeps; None to keep all rows.
+    """
+
+    padding: Padding | None = None
+    layout: BatchLayout | None = None
+
+    @property
+    @abstractmethod
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        """The sizes of full global batches with padding, each listed once.
+
+        The tuple is empty if a batch has to be read to learn its size.
+        """
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams that each give the same number of rows to a batch."""
+        return 1
+
+    def checked(self: P, check: CheckSize) -> P:
+        """Returns the plan after a check of the size of a full batch.
+
+        A size that is not known yet is checked at the first batch.
+
+        Raises:
+            ShardingError: The pipeline has no batch, or the check raised it.
+        """
+        for size in self.global_batch_sizes:
+            check(size, self.num_streams)
+        return self
+
+    def padded(self: P, padding: Padding) -> P:
+        """Returns a copy with padding, and with a mask.
+
+        Raises:
+            ShardingError: The last batch is known to be short, and `padding` refuses short batches
+                or leaves no batch.
+        """
+        return replace(self, padding=padding)
+
+    def of_host(self: P, layout: BatchLayout) -> P:
+        """Returns a copy for one host.
+
+        Args:
+            layout: The rows that the host keeps.
+
+        Raises:
+            ShardingError: The shards are known not to divide the batch size.
+        """
+        return replace(self, layout=layout)
