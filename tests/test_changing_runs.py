@@ -215,8 +215,7 @@ class TestWhereNoOtherSizeCanBeHad:
         saved, other = iter(stream(8)), iter(stream(16))
         with saved, other, pytest.raises(StateError) as refusal:
             other.set_state(saved.get_state())
-        assert ".batch([8])" in str(refusal.value)
-        assert ".batch([16])" in str(refusal.value)
+        assert "batch_sizes: saved [8], now [16]" in str(refusal.value)
         assert "MapDataset down to .batch" in str(refusal.value)
 
     def test_where_batches_are_made_as_a_whole_now_and_were_not_it_says_that(self):
