@@ -146,6 +146,10 @@ AT_BUILD = {
         lambda: iter(stream(numbered(8, 4)).shard_to(data_mesh(4))).seek(0),
         "call set_state(saved) to go on from a saved state. To use seek, keep the pipeline a grain.MapDataset as far as .batch.",
     ),
+    "a stream has no batch at an index, and no slices.": (
+        lambda: PadToDivisible(4)(stream(numbered(8, 4)))[1:],
+        "keep the pipeline a grain.MapDataset as far as .batch. A stream goes on from the state of its iterator.",
+    ),
     "the dataset is sharded already.": (
         lambda: numbered(8, 4).shard_to(data_mesh(2)).shard_to(data_mesh(2)),
         "mesh:   data=2",

@@ -131,6 +131,7 @@ class FeedRows(StreamRows):
             with contextlib.closing(Turns(settings, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
+                streams.look_at(turn.state)
                 return joiner.padding_like(turn)
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",

@@ -31,6 +31,7 @@ from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
+from grain_shard.state_json import warn_unsaved
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.streams.streams import Streams, Turn, refuse_lost_epochs
@@ -205,8 +206,12 @@ class Feeds(Streams):
         )
 
     def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:
+        first = next(turn for turn in turns if turn.rows)
         _warn_of_same_rows(turns)
-        _warn_of_batches(self, next(turn.rows[0] for turn in turns if turn.rows), batch_size)
+        _warn_of_batches(self, first.rows[0], batch_size)
+        self.look_at(first.state)
+        if self.why_unsaved:
+            warn_unsaved(self.why_unsaved)
 
     def check_options(self, settings: Settings) -> None:
         if settings.rows is not None:

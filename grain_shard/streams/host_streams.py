@@ -100,6 +100,9 @@ class HostStreams(HostBatches):
         step, states, learned = position
         return StreamsPosition.at(step + batches, states, ENDED, learned)
 
+    def why_unsaved(self) -> str:
+        return self._ds.streams.why_unsaved
+
     def to_state(self, position: StreamsPosition) -> dict[str, Any]:
         return position.to_state(self._ds.streams, self.fingerprint)
 

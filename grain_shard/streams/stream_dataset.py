@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import grain
 
+from grain_shard.errors import ShardingError
 from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.stream_batches import StreamIterator
 from grain_shard.streams.streams import OneStream, Streams
@@ -62,6 +63,14 @@ class StreamDataset(grain.IterDataset):
         """
         chosen = self.plan.layout is not None and isinstance(self.streams, OneStream)
         return StreamDataset.of(self) if chosen else self
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raises a `ShardingError`: a stream is read from its beginning, or from a state."""
+        raise ShardingError(
+            "a stream has no batch at an index, and no slices.",
+            remedy="keep the pipeline a grain.MapDataset as far as .batch. A stream goes on from"
+            " the state of its iterator.",
+        )
 
     def __iter__(self) -> StreamIterator:
         return StreamIterator(self.streams, self.plan)

@@ -7,6 +7,7 @@ several streams, which give the same number of rows in each turn: `Feeds` (`feed
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -27,6 +28,7 @@ from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
+from grain_shard.state_json import why_unsaved
 from grain_shard.trees import check_record
 
 # The state of one stream, as plain JSON: {} before its first row, then {"state": the state of
@@ -61,6 +63,8 @@ class Streams(ABC):
         learned: The fields of a state that are known only after the first batch.
         num_streams: Number of streams, on all hosts together.
         has_begun: True once a batch was made of the streams in this process.
+        why_unsaved: Why no state of the streams can be saved, with the remedy; "" if it can, or
+            before a stream is opened.
     """
 
     kind: ClassVar[str]
@@ -69,6 +73,7 @@ class Streams(ABC):
     learned: ClassVar[tuple[str, ...]]
     num_streams: int
     has_begun: bool = False
+    why_unsaved: str = ""
 
     @property
     @abstractmethod
@@ -125,6 +130,10 @@ class Streams(ABC):
             turns: The turns of the first batch. At least one of them has a row.
             batch_size: Rows of a global batch, without padding.
         """
+
+    def look_at(self, state: bytes) -> None:
+        """Sets `why_unsaved` by the pickled state of an open stream."""
+        self.why_unsaved = why_unsaved(pickle.loads(state))
 
     @abstractmethod
     def check_options(self, settings: Settings) -> None:

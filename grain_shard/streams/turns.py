@@ -58,6 +58,8 @@ class Turns(Producer[list[Turn]]):
             number: StreamReader(settings.streams, number, state, self._reads)
             for number, state in states.items()
         }
+        if settings.streams.stays_open:
+            settings.streams.look_at(next(iter(self.pickled_states().values())))
 
     def pickled_states(self) -> dict[int, bytes]:
         """Returns the pickled state of each stream after the last turn, by the stream's number."""
