@@ -83,10 +83,10 @@ def shard_to(
             5.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
-        num_threads: Number of threads that read at the same time, from a `MapDataset` or for all
-            feeds together. With None the number is adapted while the loop runs. For a `MapDataset`
-            with ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
-            `num_threads` and `cpu_buffer_size`.
+        num_threads: Number of threads that read at the same time, from a `MapDataset`, for a stream
+            that begins with one, or for all feeds together. With None the number is adapted while
+            the loop runs. For a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, the
+            `ReadOptions` give the defaults of `num_threads` and `cpu_buffer_size`.
         num_workers: Number of Grain worker processes that make the batches in place of threads.
             With `feeds` each worker runs some of this host's feeds with `num_threads` threads, and
             at most one worker per feed is started.
