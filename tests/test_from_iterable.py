@@ -203,7 +203,7 @@ def test_a_state_that_is_no_json_is_named_by_its_path_before_the_first_batch(cap
 
     ds = from_iterable(Unsaved).shard_to(data_mesh(2))
     grain_shard.show(ds)
-    problem = "state['parent']['parent']['clock'][0] is of type Tensor"
+    problem = "state['state']['clock'][0] is of type Tensor"
     assert problem in re.sub(r"\s+", " ", capsys.readouterr().out)
     for _ in range(2):
         iter(ds).close()
