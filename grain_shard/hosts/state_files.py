@@ -18,7 +18,7 @@ from grain_shard.errors import StateError
 from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, write_feeds
 from grain_shard.hosts.json_files import listed, read_object, write_object
 
-# The key of a state for the kind of its pipeline, and the three kinds.
+# The key of a state for the kind of its pipeline, and its three values.
 KIND = "kind"
 RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
 

@@ -1,4 +1,4 @@
-"""`Plan`: what the stages of the chain have decided about the batches of a pipeline."""
+"""`Plan`: the padding of batches and the rows that a host keeps, as the chain's stages decide."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class StreamsPosition(NamedTuple):
     Attributes:
         step: Number of batches that were handed out.
         pickled_states: The pickled state of each stream after these batches, by its number.
-        learned: What the batches have shown, by the names in `Streams.learned`.
+        learned: Facts that the batches have shown, by the names in `Streams.learned`.
     """
 
     step: int
@@ -42,7 +42,7 @@ class StreamsPosition(NamedTuple):
             step: Number of batches that were handed out, batches of padding included.
             numbers: The numbers of the streams.
             state: The state of each stream.
-            learned: What the batches have shown.
+            learned: Facts that the batches have shown.
         """
         return cls(step, dict.fromkeys(numbers, pickle.dumps(state)), learned)
 

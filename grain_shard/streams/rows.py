@@ -20,7 +20,7 @@ class Joiner(ABC):
     """Makes the batches of one iterator of turns, one after the other.
 
     Attributes:
-        learned: What the batches have shown, by the names in `Streams.learned`. A later batch
+        learned: Facts that the batches have shown, by the names in `Streams.learned`. A later batch
             replaces the dict, and never changes it.
         first_digest: Digest of the first batch, if every host gets the same whole batches and keeps
             some of their rows; "" otherwise.
@@ -93,7 +93,7 @@ class StreamRows(Plan):
         """Returns a maker of batches.
 
         Args:
-            learned: What the batches before have shown; empty at the beginning.
+            learned: Facts that the batches before have shown; empty at the beginning.
 
         Raises:
             StateError: The batches before had another number of rows.

@@ -1,4 +1,4 @@
-"""`WholeRows`: what becomes of the whole batches of a stream: checks, padding, this host's rows."""
+"""`WholeRows`: checks and pads the whole batches of a stream, and keeps this host's rows."""
 
 from __future__ import annotations
 
