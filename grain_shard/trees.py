@@ -163,14 +163,22 @@ def check_lists(tree: Any) -> None:
     """
     for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_list_of_values)[0]:
         if _is_list_of_values(node):
+            remedy = (
+                'turn the list into an array: call .with_format("numpy") on a Hugging Face dataset,'
+                " or np.array(list) in .map before .batch. If each item is a field of its own, use"
+                " a tuple."
+            )
+            if not keys:  # an array alone would be refused, too
+                remedy = (
+                    "return a dict of arrays from .map before .batch, such as"
+                    ' {"x": np.array(list)}, because only a dict can hold the mask.'
+                )
             raise ShardingError(
                 f"there is a list of numbers or strings, of length {len(node)}. JAX takes each item"
                 " for a leaf, so the batch would hold an array for each item.",
                 path=path_of(keys),
                 leaf="list",
-                remedy='turn the list into an array: call .with_format("numpy") on a Hugging Face'
-                " dataset, or np.array(list) in .map before .batch. If each item is a field of its"
-                " own, use a tuple.",
+                remedy=remedy,
             )
 
 

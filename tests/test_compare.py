@@ -9,12 +9,12 @@ REMEDY = (
 )
 
 
-def lines_of(answers):
+def lines_of(answers, remedy=REMEDY):
     """The lines between the first, which is always the same, and the remedy."""
     if not (verdict := compare(answers)):
         return []
-    first, *lines, remedy = verdict["error"].splitlines()
-    assert (first, remedy) == ("the hosts do not run the same pipeline.", REMEDY)
+    first, *lines, last = verdict["error"].splitlines()
+    assert (first, last) == ("the hosts do not run the same pipeline.", remedy)
     return lines
 
 
@@ -64,8 +64,12 @@ def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
     ]
 
 
-SAME_SHARDS = "hold the same shards, but their pipelines yield different rows. Shard the source by"
-SAME_ROWS = "hold different shards, but their pipelines yield the same rows. Shard the source by"
+SAME_SHARDS = "hold the same shards, but their pipelines yield different rows"
+SAME_ROWS = "hold different shards, but their pipelines yield the same rows"
+SHARD = "shard the source by grain_shard.ShardByMesh(mesh, spec)"
+WHOLE = (
+    f'{SHARD}, or pass rows="global" if every host reads the whole batch or generates the same data'
+)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +88,24 @@ SAME_ROWS = "hold different shards, but their pipelines yield the same rows. Sha
     ],
 )
 def test_rows_of_hosts_that_feed_their_own(rows, found):
-    lines = lines_of({host: {"local rows": list(row)} for host, row in rows.items()})
-    assert len(lines) == len(found)
-    for line, text in zip(lines, found, strict=True):
-        assert line.startswith(f"  rows: {text}")
+    remedy = SHARD if SAME_SHARDS in "".join(found) else WHOLE
+    answers = {host: {"local rows": list(row)} for host, row in rows.items()}
+    assert lines_of(answers, f"  remedy: {remedy}.") == [f"  rows: {text}" for text in found]
+
+
+def test_wrong_rows_are_said_beside_a_field_that_differs():
+    answers = {host: {"local rows": [[host], "a"], "records": 8 + host} for host in (0, 1)}
+    assert lines_of(answers, f"{REMEDY} Or {WHOLE}.") == [
+        "  records: 8 on host 0; 9 on host 1",
+        f"  rows: hosts 0, 1 {SAME_ROWS}",
+    ]
 
 
 def test_feeds_may_yield_the_same_but_not_another_time_something_else():
     alike = {host: {"feed rows": [[host], "a"]} for host in (0, 1)}
     assert lines_of(alike) == []
-    (line,) = lines_of({0: {"feed rows": [[0], "a"]}, 1: {"feed rows": [[0], "b"]}})
-    assert line.startswith("  feeds: hosts 0, 1 run the same feeds, but get different rows.")
+    unlike = {0: {"feed rows": [[0], "a"]}, 1: {"feed rows": [[0], "b"]}}
+    remedy = "let the stream that make_feed returns depend on shard_index and shard_count alone."
+    assert lines_of(unlike, f"  remedy: {remedy}") == [
+        "  feeds: hosts 0, 1 run the same feeds, but get different rows"
+    ]

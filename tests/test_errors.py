@@ -40,8 +40,38 @@ def seq_mesh():
     return jax.make_mesh((2, 4), ("data", "seq"))
 
 
+class MapStyle:
+    """A PyTorch Dataset in the style of a map, whose items are records. It has no `__iter__`."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"tokens": np.arange(65, dtype=np.int32)}
+
+
 # Each problem, the ways to it, what is known of the leaf and the mesh, and the remedy.
 AT_BUILD = {
+    "cannot shard a MapStyle.": (
+        lambda: grain_shard.shard_to(MapStyle(), data_mesh(4)),
+        "mesh:   data=4",
+        "if its items are single records, batch them: grain.MapDataset.source(x).batch(B).shard_to(mesh), where x is this object.",
+    ),
+    "cannot shard a list.": (
+        lambda: grain_shard.shard_to([{"id": 0}], data_mesh(4)),
+        "mesh:   data=4",
+        "if its items are single records, batch them: grain.MapDataset.source(x).batch(B).shard_to(mesh), where x is this object. If its items are whole batches: grain_shard.from_iterable(x, rows=...).shard_to(mesh).",
+    ),
+    "cannot shard a generator.": (
+        lambda: grain_shard.shard_to((batch for batch in ()), data_mesh(4)),
+        "mesh:   data=4",
+        "pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn a DataLoader or any other iterable of batches into a dataset by grain_shard.from_iterable(loader, rows=...).",
+    ),
+    "from_iterable got a MapStyle, which has __len__ and __getitem__ but no __iter__, so its items are taken for single records, not for batches.": (
+        lambda: grain_shard.from_iterable(MapStyle(), rows="global"),
+        lambda: grain_shard.from_iterable(MapStyle),  # a class, which would be called
+        "call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this object. If its items are whole batches, pass a function that yields them.",
+    ),
     "the spec names the mesh axis 'batch', which does not exist.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
         "spec:   P('batch')   mesh: data=4",
@@ -115,7 +145,7 @@ AT_BUILD = {
     ".batch cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
         "mesh:   data=4",
-        "call .batch(B) with a larger B before .shard_to. (A .map over batches may follow .shard_to.)",
+        "call .batch(global_batch_size), once, before .shard_to. (A .map over batches may follow .shard_to.)",
     ),
     ".seed cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).seed(5),
@@ -215,7 +245,19 @@ AT_FIRST_BATCH = {
             data_mesh(4), {"leaf0": P("data"), "lable": P("data")}
         ),
         "leaf:   int64[4]   mesh: data=4",
-        "add this leaf to the specs. They name batch['lable'], which the batch does not have.",
+        "in the specs, rename batch['lable'] to batch['leaf1']: the batch does not have batch['lable'].",
+    ),
+    "batch['leaf0']: the leaf has no spec.": (
+        lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"a": P("data"), "b": P("data")}),
+        "leaf:   int64[4]   mesh: data=4",
+        "in the specs, rename one of batch['a'], batch['b'] to batch['leaf0']: the batch does not have batch['a'], batch['b'].",
+    ),
+    "batch['leaf2']: the leaf has no spec.": (
+        lambda: dicts(lambda i: i, lambda i: i, lambda i: i).shard_to(
+            data_mesh(4), {"leaf0": P("data"), "leaf1": P("data")}
+        ),
+        "leaf:   int64[4]   mesh: data=4",
+        "add this leaf to the specs.",
     ),
     "batch['leaf1']: the specs have a tree for this leaf, but the leaf is a single array.": (
         lambda: dicts(lambda i: i, lambda i: i).shard_to(
@@ -280,6 +322,11 @@ AT_FIRST_BATCH = {
         lambda: dicts(lambda i: {"ids": [1, 2, i]}).shard_to(data_mesh(4)),
         "leaf:   list   mesh: data=4",
         'turn the list into an array: call .with_format("numpy") on a Hugging Face dataset, or np.array(list) in .map before .batch. If each item is a field of its own, use a tuple.',
+    ),
+    "batch: there is a list of numbers or strings, of length 3. JAX takes each item for a leaf, so the batch would hold an array for each item.": (
+        lambda: records(lambda i: [1, 2, i]).shard_to(data_mesh(4)),
+        "leaf:   list   mesh: data=4",
+        'return a dict of arrays from .map before .batch, such as {"x": np.array(list)}, because only a dict can hold the mask.',
     ),
     "batch['leaf0']: the leaf has a dtype that JAX lacks: [('float0', 'V')].": (
         lambda: dicts(lambda i: np.zeros(2, jax.dtypes.float0)).shard_to(data_mesh(4)),

@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from absl import logging
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
@@ -307,6 +308,15 @@ def test_whole_trees_are_checked_as_well(name):
         with refused(problem) as refusal:
             use()
         assert remedy in str(refusal.value)
+
+
+def test_the_first_batch_with_text_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # as in a new process
+    ds = grain.MapDataset.range(8).map(lambda i: {"id": i, "name": str(i)}).batch(4)
+    for _ in range(2):
+        list(ds.shard_to(data_mesh(2)))
+    (line,) = caplog.messages
+    assert line.startswith("grain_shard: batch['name'] holds text, which stays on the host")
 
 
 def test_a_batch_with_a_list_of_numbers_is_refused():

@@ -53,7 +53,7 @@ def compare(answers: Answers) -> dict[str, Any]:
           seeds: 1 on hosts 0, 1; 7 on host 2
           remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
-    lines = differences(answers) + _wrong_rows(answers)
+    lines, wrong_rows = differences(answers), _wrong_rows(answers)
     whole = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
     if whole and difference(FIRST_BATCH, whole):
         lines.append(
@@ -61,12 +61,16 @@ def compare(answers: Answers) -> dict[str, Any]:
             " files with the same seed on every host. Or shard the source by"
             ' grain_shard.ShardByMesh(mesh, spec), and pass rows="local"'
         )
-    if not lines:
+    if not lines and not wrong_rows:
         return _compare_contents(answers)
-    remedy = "run the same script with the same arguments, files and checkpoint on every host."
-    if any(difference(name, answers) for name in _OF_THE_PIPELINE):
-        remedy += _DIVIDED
-    return {"error": _message("the hosts do not run the same pipeline.", lines, remedy)}
+    remedies = list(dict.fromkeys(remedy for _, remedy in wrong_rows))
+    if lines:
+        same = "run the same script with the same arguments, files and checkpoint on every host."
+        divided = any(difference(name, answers) for name in _OF_THE_PIPELINE)
+        remedies.insert(0, same + _DIVIDED * divided)
+    lines += [line for line, _ in wrong_rows]
+    problem = "the hosts do not run the same pipeline."
+    return {"error": _message(problem, lines, " Or ".join(remedies))}
 
 
 def compare_places(answers: Answers) -> dict[str, Any]:
@@ -157,8 +161,8 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
-def _wrong_rows(answers: Answers) -> list[str]:
-    """Returns a line of text for each group of hosts whose rows contradict their shards or feeds.
+def _wrong_rows(answers: Answers) -> list[tuple[str, str]]:
+    """Returns a line and a remedy for each group of hosts with rows of other shards or feeds.
 
     Hosts with the same shards, or the same feeds, must have the same rows. Hosts with different
     shards must have different rows. A host whose rows are all padding has the digest "", which
@@ -169,22 +173,27 @@ def _wrong_rows(answers: Answers) -> list[str]:
         for kind in (OWN_ROWS[LOCAL], OWN_ROWS[OF_FEEDS])
     )
     by_digest = {host: (digest, shards) for host, (shards, digest) in local.items() if digest}
-    lines = [
-        f"  rows: {hosts} hold the same shards, but their pipelines yield different rows."
-        " Shard the source by grain_shard.ShardByMesh(mesh, spec)"
+    shard = "shard the source by grain_shard.ShardByMesh(mesh, spec)"
+    wrong = [
+        (f"  rows: {hosts} hold the same shards, but their pipelines yield different rows", shard)
         for hosts in _differing(local)
     ]
-    lines += [
-        f"  rows: {hosts} hold different shards, but their pipelines yield the same rows."
-        " Shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
-        ' rows="global" if every host reads the whole batch or generates the same data'
+    wrong += [
+        (
+            f"  rows: {hosts} hold different shards, but their pipelines yield the same rows",
+            f'{shard}, or pass rows="global" if every host reads the whole batch or generates the'
+            " same data",
+        )
         for hosts in _differing(by_digest)
     ]
-    return lines + [
-        f"  feeds: {hosts} run the same feeds, but get different rows. The stream that"
-        " make_feed returns must depend on shard_index and shard_count alone"
+    wrong += [
+        (
+            f"  feeds: {hosts} run the same feeds, but get different rows",
+            "let the stream that make_feed returns depend on shard_index and shard_count alone",
+        )
         for hosts in _differing(of_feeds)
     ]
+    return [(line, f"{remedy}.") for line, remedy in wrong]
 
 
 def _differing(answers: Mapping[int, Sequence[Any]]) -> Iterator[str]:

@@ -188,7 +188,7 @@ class ShardedDataset(grain.IterDataset):
 
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: batches on the devices cannot be batched again."""
-        self._refuse_regrouping(".batch", "call .batch(B) with a larger B")
+        self._refuse_regrouping(".batch", "call .batch(global_batch_size), once,")
 
     def filter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: hosts could not agree on the batches that a filter drops."""

@@ -62,7 +62,8 @@ def from_iterable(
         no state can be saved, the log says so when the loop begins.
 
     Raises:
-        ShardingError: `rows` has another value, or the source is a Grain dataset.
+        ShardingError: `rows` has another value, or the source is a Grain dataset or another object
+            with records by index, such as a PyTorch ``Dataset``.
         TypeError: The source cannot be iterated over.
     """
     if rows not in ("global", "local", None):
@@ -75,6 +76,16 @@ def from_iterable(
         raise ShardingError(
             f"from_iterable got a {type(source).__name__}, which is a Grain dataset already.",
             remedy="call .shard_to(mesh) on the dataset, with rows=... if it is an IterDataset.",
+        )
+    by_index = isinstance(source, grain.sources.RandomAccessDataSource)
+    if by_index and not hasattr(source, "__iter__"):
+        # Python would iterate over it by index, and each record would be taken for a batch.
+        name = getattr(source, "__name__", type(source).__name__)  # a class has a name of its own
+        raise ShardingError(
+            f"from_iterable got a {name}, which has __len__ and __getitem__ but no __iter__, so its"
+            " items are taken for single records, not for batches.",
+            remedy="call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this"
+            " object. If its items are whole batches, pass a function that yields them.",
         )
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__") or callable(source)):
         raise TypeError(

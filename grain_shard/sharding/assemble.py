@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.digest import MANY_DIGITS, element_digest
@@ -200,6 +201,15 @@ class Assembler:
             check_fits(leaf.path, leaf.dtype, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
+        if text := [leaf.path for leaf in leaves if leaf.sharding is None]:
+            # Once, not for each epoch. Without this line, the first sign is an error of jax.jit.
+            logging.log_first_n(
+                logging.WARNING,
+                "grain_shard: %s holds text, which stays on the host as a NumPy array of this"
+                " host's rows. jax.jit takes no text: take it out of the batch before a step.",
+                1,
+                ", ".join(text),
+            )
         self._structure, self._leaves = flat.structure, leaves
         return arrays
 

@@ -311,8 +311,12 @@ class ShardingTree:
                 return keys[:depth]
         problem = "the leaf has no spec."
         names = ", ".join(map(path_of, unused))
-        remedy = "add this leaf to the specs"
-        remedy += f". They name {names}, which the batch does not have." if names else "."
+        remedy = "add this leaf to the specs."
+        if unused:
+            which = f"one of {names}" if len(unused) > 1 else names
+            remedy = (
+                f"in the specs, rename {which} to {path_of(keys)}: the batch does not have {names}."
+            )
         if any(head[: len(keys)] == keys for head in prefix):
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."

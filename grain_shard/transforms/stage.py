@@ -85,12 +85,22 @@ def _planned(ds: Any) -> RowMapDataset | StreamDataset:
         return RowMapDataset(ds, batching_of(ds))
     if isinstance(ds, grain.IterDataset):
         return StreamDataset.of(ds)
-    raise ShardingError(
-        f"cannot shard a {type(ds).__name__}.",
-        remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn a"
+    remedy = (
+        "pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn a"
         " DataLoader or any other iterable of batches into a dataset by"
-        " grain_shard.from_iterable(loader, rows=...).",
+        " grain_shard.from_iterable(loader, rows=...)."
     )
+    if isinstance(ds, grain.sources.RandomAccessDataSource):
+        remedy = (
+            "if its items are single records, batch them:"
+            " grain.MapDataset.source(x).batch(B).shard_to(mesh), where x is this object."
+        )
+        if hasattr(ds, "__iter__"):
+            remedy += (
+                " If its items are whole batches: grain_shard.from_iterable(x, rows=...)"
+                ".shard_to(mesh)."
+            )
+    raise ShardingError(f"cannot shard a {type(ds).__name__}.", remedy=remedy)
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
