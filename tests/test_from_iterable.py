@@ -9,13 +9,17 @@ import pytest
 
 import grain_shard
 from grain_shard import (
+    BatchLayout,
     DevicePut,
+    PadToDivisible,
+    ShardBatch,
     ShardingError,
     ShardingTree,
     StateError,
     from_iterable,
     hosts_mesh,
 )
+from grain_shard.placement import prefetch_to_device
 from tests.conftest import Restorable, data_mesh, ids, refused
 
 EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -289,3 +293,29 @@ def test_a_class_is_called_for_its_batches():
 def test_one_host_need_not_say_what_it_yields_or_may_say_it_twice(said, again):
     ds = from_iterable(make_batches, rows=said).shard_to(data_mesh(2), rows=again)
     assert ids(ds) == EXPECTED
+
+
+@pytest.mark.parametrize("above", ["map", "prefetch_to_device", "another stage"])
+def test_what_stands_above_a_stage_runs_without_a_state(above):
+    padded = from_iterable(make_batches).pipe(PadToDivisible(2, "drop", mask_key=None))
+    if above == "map":
+        found = padded.map(lambda batch: {"id": batch["id"]}).shard_to(data_mesh(2))
+    elif above == "prefetch_to_device":
+        found = prefetch_to_device(padded)
+    else:
+        found = padded.pipe(ShardBatch(BatchLayout(2, (0, 1)))).shard_to(data_mesh(2))
+    with iter(found) as batches:
+        assert [batch["id"].tolist() for batch in batches] == EXPECTED[:2]
+
+
+def test_a_batch_that_is_none_is_a_batch():
+    with prefetch_to_device([None, {"x": np.ones(2)}, None]) as batches:
+        assert [batch is None for batch in batches] == [True, False, True]
+
+
+def test_a_closed_iterator_without_devices_cannot_go_to_a_state():
+    iterator = iter(from_iterable(StatefulLoader()).pipe(PadToDivisible(2)))
+    state = iterator.get_state()
+    iterator.close()
+    with pytest.raises(ValueError, match="closed iterator"):
+        iterator.set_state(state)

@@ -178,10 +178,10 @@ WRONG = [
     ("random access", ("more",), 1, r"has other fields: \['more'\]"),
     ("feeds", ("more",), 1, r"has other fields: \['more'\]"),
     ("stream", ("more",), 1, r"has other fields: \['more'\]"),
-    ("stream", ("rows",), 7, "saved with batches of 7 rows"),
-    ("stream", ("rows",), "8", "not a whole number of 0 or more"),
+    ("stream", ("feeds", "0", "rows"), 7, "values differ"),
+    ("stream", STEP, "2", "not a whole number of 0 or more"),
     ("stream", ("batch_sizes",), [4], r"batch_sizes: saved \[4\], now \[8\]"),
-    ("stream", ("feeds",), {}, "no entry for"),
+    ("stream", ("feeds",), {}, "no entry for the stream"),
 ]
 for kind_, path_ in (("random access", STEP), ("stream", IN_A_STREAM), ("feeds", IN_A_FEED)):
     name = "".join(rf"\['{key}'\]" for key in path_)

@@ -109,7 +109,9 @@ class FeedRows(StreamRows):
 
     def of_host(self, layout: BatchLayout) -> FeedRows:
         padding = self.padding or Padding(divisor=layout.divisor)
-        return replace(self, padding=padding, layout=layout)
+        own = replace(self, padding=padding, layout=layout)
+        _ = own.by_feed  # raises the error if the shards do not divide the batch size
+        return own
 
     def to_place(self, layout: BatchLayout) -> FeedRows:
         return self.of_host(layout) if self.layout is None else self

@@ -22,7 +22,7 @@ from grain_shard.errors import ShardingError, noting, require_int
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.compare import OF_FEEDS
-from grain_shard.hosts.feed_files import NUM_FEEDS
+from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import Faults
@@ -92,7 +92,8 @@ class Feeds(Streams):
         ShardingError: `num_feeds` is not a positive integer, or `make_feed` cannot be called.
     """
 
-    kind, one, stays_open, learned = FEEDS, "feed", False, ()
+    kind, name_of_kind, one = FEEDS, "feeds", "feed"
+    stays_open, learned = False, ()
 
     make_feed: MakeFeed
     num_feeds: int
@@ -191,6 +192,14 @@ class Feeds(Streams):
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
         read = functools.partial(RecordStream, reads, number)
         return iter(replace_read_ahead(self.make(number), read))
+
+    def lacks(self, numbers: Sequence[int]) -> str:
+        return (
+            f"the state has no entry for feeds {', '.join(map(str, numbers))}, which this host"
+            " runs.\n  remedy: restore with grain_shard.checkpoint.CheckpointRestore. Or join the"
+            f' "{FEED_ENTRIES}" dicts of the states of all hosts, because get_state() returns only'
+            " the feeds of the host on which it is called."
+        )
 
     def name(self, number: int) -> str:
         return f"{self.one} {number}"

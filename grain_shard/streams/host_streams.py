@@ -53,7 +53,7 @@ class HostStreams(HostBatches):
         self.padding = ds.plan.padding or Padding(1)
         of_padding = {} if ds.plan.padding is None else ds.plan.padding.fingerprint()
         self.fingerprint = {**ds.streams.fingerprint, **of_padding}
-        first_stream = ds.streams.make(0)
+        first_stream = self._first_stream = ds.streams.make(0)
         # A source that only one thread may read must not be read again by another thread.
         self._rereads = Reread.of_stream(first_stream) if options.num_threads != 1 else ()
         # Two hosts may have unlike streams. So only the streams of feeds are compared.
@@ -85,7 +85,7 @@ class HostStreams(HostBatches):
         )
 
     def require_new_pass(self) -> None:
-        require_new_pass(self._ds.streams.make(0))
+        require_new_pass(self._first_stream)
 
     def first(self) -> Batch:
         return self._ds.plan.first(self._ds.streams, self._options.fault_rules)

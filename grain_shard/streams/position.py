@@ -69,34 +69,30 @@ class StreamsPosition(NamedTuple):
         check_fingerprint(
             state,
             {KIND: streams.kind, **fingerprint},
-            kind=streams.kind if streams.kind.endswith("s") else f"a {streams.kind}",
-            keys=(_STEP, *streams.learned, FEED_ENTRIES),
+            kind=streams.name_of_kind,
+            keys=(_STEP, FEED_ENTRIES),
             optional=(REMAINDER,),  # not in a state that was saved without .shard_to
         )
-        step, *learned = (_count(state, name) for name in (_STEP, *streams.learned))
-        saved = state[FEED_ENTRIES]
+        step, saved = state[_STEP], state[FEED_ENTRIES]
+        if type(step) is not int or not 0 <= step <= sys.maxsize:
+            problem = f"the state's number of batches is {shortened(step)}, not a whole number"
+            raise StateError(f"{problem} of 0 or more.\n{UNCHANGED}")
         if not isinstance(saved, Mapping):
-            raise StateError(f"the state's feeds are {shortened(saved)}, not a dict.\n{UNCHANGED}")
-        missing = [number for number in numbers if str(number) not in saved]
-        if missing:
-            raise StateError(
-                f"the state has no entry for feeds {', '.join(map(str, missing))}, which this host"
-                " runs.\n  remedy: restore with grain_shard.checkpoint.CheckpointRestore. Or join"
-                f' the "{FEED_ENTRIES}" dicts of the states of all hosts, because get_state()'
-                " returns only the feeds of the host on which it is called."
-            )
-        states = {
-            number: unsealed(
-                saved[str(number)], f"the entry of {streams.one} {number} in the state"
-            )
-            for number in numbers
-        }
-        begins = [number for number, entry in states.items() if step and not entry]
+            problem = f"the state's {FEED_ENTRIES} are {shortened(saved)}, not a dict"
+            raise StateError(f"{problem}.\n{UNCHANGED}")
+        if missing := [number for number in numbers if str(number) not in saved]:
+            raise StateError(streams.lacks(missing))
+        entry = f"the entry of {streams.one} {{}} in the state"
+        states = {n: unsealed(saved[str(n)], entry.format(n)) for n in numbers}
+        learned: dict[str, int] = {}
+        for found in states.values():
+            learned = {name: found.pop(name) for name in streams.learned}
+        begins = [number for number, found in states.items() if step and not found]
         if begins:
             problem = f"feeds {shortened(begins)} are at their beginning in a state of step {step}"
             raise StateError(f"{problem}.\n{UNCHANGED}")
-        pickled = {number: pickle.dumps(entry) for number, entry in states.items()}
-        return cls(step, pickled, dict(zip(streams.learned, learned, strict=True)))
+        pickled = {number: pickle.dumps(found) for number, found in states.items()}
+        return cls(step, pickled, learned)
 
     def to_state(self, streams: Streams, fingerprint: Fingerprint) -> dict[str, Any]:
         """Returns the position as a state in plain JSON.
@@ -105,20 +101,10 @@ class StreamsPosition(NamedTuple):
             streams: The streams of the pipeline.
             fingerprint: The fields that must be the same when the state is restored.
         """
-        entries = {str(number): sealed(state) for number, state in self.states().items()}
-        counts = {_STEP: self.step, **self.learned}
-        return {KIND: streams.kind, **counts, **plain(fingerprint), FEED_ENTRIES: entries}
+        entries = {str(n): sealed({**self.learned, **state}) for n, state in self.states().items()}
+        found = {KIND: streams.kind, _STEP: self.step, **plain(fingerprint)}
+        return {**found, FEED_ENTRIES: entries}
 
     def states(self) -> dict[int, StreamState]:
         """Returns the state of each stream, by its number. Each call returns new copies."""
         return {number: pickle.loads(state) for number, state in self.pickled_states.items()}
-
-
-def _count(state: Mapping[str, Any], name: str) -> int:
-    count = state[name]
-    if type(count) is not int or not 0 <= count <= sys.maxsize:
-        problem = f"the state's number of batches is {shortened(count)}, not a whole number"
-        if name != _STEP:
-            problem = f"the state's {name} is {shortened(count)}, not a whole number"
-        raise StateError(f"{problem} of 0 or more.\n{UNCHANGED}")
-    return count

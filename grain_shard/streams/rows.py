@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grain_shard.reading.faults import FaultRules
 from grain_shard.reading.plan import Plan
@@ -14,6 +14,10 @@ from grain_shard.streams.streams import Streams, Turn
 from grain_shard.trees import Batch
 
 R = TypeVar("R", bound="StreamRows")
+
+
+# A `Joiner` returns this object in place of a batch that is left out. A batch may be None itself.
+LEFT_OUT: Any = object()
 
 
 class Joiner(ABC):
@@ -41,8 +45,8 @@ class Joiner(ABC):
         """
 
     @abstractmethod
-    def join(self, turns: Sequence[Turn]) -> Batch | None:
-        """Returns this host's rows of the next batch; None if the batch is left out.
+    def join(self, turns: Sequence[Turn]) -> Batch:
+        """Returns this host's rows of the next batch; `LEFT_OUT` if the batch is left out.
 
         Args:
             turns: The turns for the batch.

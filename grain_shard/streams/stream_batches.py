@@ -11,7 +11,7 @@ from grain_shard.reading.contents import Contents, without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
-from grain_shard.streams.rows import StreamRows
+from grain_shard.streams.rows import LEFT_OUT, StreamRows
 from grain_shard.streams.streams import Streams, Turn
 from grain_shard.streams.turns import Turns, TurnSettings, TurnsOfWorkers
 from grain_shard.threads.tasks import Producer, Raised
@@ -45,7 +45,7 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
 
     Args:
         streams: The streams.
-        rows: How their turns become batches.
+        plan: How their turns become batches.
         options: The options with which the streams run.
         position: The position at which the streams start; None for the beginning.
         contents: The two records of the source.
@@ -54,19 +54,19 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
     def __init__(
         self,
         streams: Streams,
-        rows: StreamRows,
+        plan: StreamRows,
         options: StreamOptions,
         position: StreamsPosition | None = None,
         contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
     ):
-        self._streams, self._rows, self._contents = streams, rows, contents
+        self._streams, self._plan, self._contents = streams, plan, contents
         self._end: Raised | None = None
         self._faults = Faults(options.fault_rules)
-        step, pickled, learned = position or StreamsPosition.at(0, rows.numbers, {})
-        self._joiner = rows.begin(learned)
+        step, pickled, learned = position or StreamsPosition.at(0, plan.numbers, {})
+        self._joiner = plan.begin(learned)
         states = StreamsPosition(step, pickled).states()
         settings = TurnSettings(
-            streams, rows.rows_in_turn, self._faults, options.num_threads, options.buffer_size
+            streams, plan.rows_in_turn, self._faults, options.num_threads, options.buffer_size
         )
         if options.num_workers:
             self._turns: Turns | TurnsOfWorkers
@@ -85,8 +85,8 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
         if self._end is not None:
             self._end.throw()
         try:
-            batch, turns = None, list[Turn]()
-            while batch is None:
+            batch, turns = LEFT_OUT, list[Turn]()
+            while batch is LEFT_OUT:
                 turns = next(self._turns)
                 if self._joiner.has_ended(turns):
                     # Other hosts may have a batch although this host has none, and all compare
@@ -95,8 +95,12 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
                     raise StopIteration
                 if not self._streams.has_begun:
                     self._streams.has_begun = True
-                    self._streams.warn_of(turns, self._rows.unpadded_size or 0)
+                    self._streams.warn_of(turns, self._plan.unpadded_size or 0)
                 batch = self._joiner.join(turns)
+        except StopIteration:
+            # Without the traceback, whose frames would keep this object in memory.
+            self._end = Raised(StopIteration(), None)
+            raise
         except Exception as error:
             # The streams have already given the rows of this batch. A further ``next`` would skip
             # these rows, so it raises the error again.
@@ -129,20 +133,20 @@ class StreamIterator(grain.DatasetIterator):
 
     Args:
         streams: The streams.
-        rows: How their turns become batches.
+        plan: How their turns become batches.
     """
 
     # Grain calls `close` even if `__init__` failed.
     _batches: Any = None
 
-    def __init__(self, streams: Streams, rows: StreamRows):
+    def __init__(self, streams: Streams, plan: StreamRows):
         super().__init__()
         # `close` may run at the interpreter's exit, when the names of this module are gone. So the
         # error is made here.
         self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
         self._is_closed = False
-        self._streams, self._rows = streams, rows
-        self._batches = StreamBatches(streams, rows, StreamOptions())
+        self._streams, self._plan = streams, plan
+        self._batches = StreamBatches(streams, plan, StreamOptions())
 
     def __next__(self) -> Batch:
         if self._is_closed:
@@ -150,15 +154,21 @@ class StreamIterator(grain.DatasetIterator):
         return next(self._batches)[0]
 
     def get_state(self) -> dict[str, Any]:
-        return self._batches.position.to_state(self._streams, self._streams.fingerprint)
+        position, streams = self._batches.position, self._streams
+        if streams.why_unsaved:
+            # As it is: the loop may never save it, and a save says what cannot be saved.
+            return position.states()[0]
+        return position.to_state(streams, streams.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        streams, rows, (state, _) = self._streams, self._rows, without_digest(from_storage(state))
-        position = StreamsPosition.of_state(state, streams, streams.fingerprint, rows.numbers)
+        if self._is_closed:
+            raise self._closed
+        streams, plan, (state, _) = self._streams, self._plan, without_digest(from_storage(state))
+        position = StreamsPosition.of_state(state, streams, streams.fingerprint, plan.numbers)
         # The new streams replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed stream.
         before = self._batches
-        self._batches = StreamBatches(streams, rows, StreamOptions(), position)
+        self._batches = StreamBatches(streams, plan, StreamOptions(), position)
         before.close()
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
-from grain_shard.state_json import why_unsaved
+from grain_shard.state_json import UNCHANGED, why_unsaved
 from grain_shard.trees import check_record
 
 # The state of one stream, as plain JSON: {} before its first row, then {"state": the state of
@@ -57,10 +57,11 @@ class Streams(ABC):
 
     Attributes:
         kind: The kind of the pipeline, which stands in states.
+        name_of_kind: The kind with its article, in messages.
         one: The word for one of the streams, in messages.
         stays_open: True if a stream is opened and closed with the iterator. False if its first turn
             opens it, and its end closes it.
-        learned: The fields of a state that are known only after the first batch.
+        learned: The facts in a state that may be known only after the first batch, by name.
         num_streams: Number of streams, on all hosts together.
         has_begun: True once a batch was made of the streams in this process.
         why_unsaved: Why no state of the streams can be saved, with the remedy; "" if it can, or
@@ -68,6 +69,7 @@ class Streams(ABC):
     """
 
     kind: ClassVar[str]
+    name_of_kind: ClassVar[str]
     one: ClassVar[str]
     stays_open: ClassVar[bool]
     learned: ClassVar[tuple[str, ...]]
@@ -110,6 +112,10 @@ class Streams(ABC):
             number: Number of the stream, from 0.
             reads: The threads that read ahead for the streams of this process.
         """
+
+    def lacks(self, numbers: Sequence[int]) -> str:
+        """Returns the text of an error: a state has no entry for some of the streams."""
+        return f"the state has no entry for the {self.one}.\n{UNCHANGED}"
 
     @abstractmethod
     def name(self, number: int) -> str:
@@ -178,7 +184,8 @@ class OneStream(Streams):
         ShardingError: Grain would lose epochs of the dataset after a restore.
     """
 
-    kind, one, stays_open, learned = STREAM, "stream", True, ("rows",)
+    kind, name_of_kind, one = STREAM, "a stream", "stream"
+    stays_open, learned = True, ("rows",)
     num_streams = 1
 
     def __init__(self, ds: grain.IterDataset):

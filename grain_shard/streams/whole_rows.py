@@ -21,7 +21,7 @@ from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import PAD, span
-from grain_shard.streams.rows import Joiner, StreamRows
+from grain_shard.streams.rows import LEFT_OUT, Joiner, StreamRows
 from grain_shard.streams.streams import Streams, Turn
 from grain_shard.streams.turns import Turns, TurnSettings
 from grain_shard.trees import Batch, FlatBatch
@@ -73,7 +73,7 @@ class WholeRows(StreamRows):
         joiner = self.begin({})
         with contextlib.closing(Turns(TurnSettings(streams, 1, Faults(rules)), {0: {}})) as turns:
             while not joiner.has_ended(turn := next(turns)):
-                if (batch := joiner.join(turn)) is not None:
+                if (batch := joiner.join(turn)) is not LEFT_OUT:
                     return batch
         raise ShardingError(
             "the stream of this host has no batch, so the shapes of its padding are unknown.",
@@ -109,7 +109,7 @@ class WholeJoiner(Joiner):
     def has_ended(self, turns: Sequence[Turn]) -> bool:
         return not turns[0].rows
 
-    def join(self, turns: Sequence[Turn]) -> Batch | None:
+    def join(self, turns: Sequence[Turn]) -> Batch:
         rows, batch = self._rows, turns[0].rows[0]
         if not (rows.checks or rows.padding or rows.layout):
             return owned(batch) if rows.copies else batch
@@ -117,7 +117,7 @@ class WholeJoiner(Joiner):
         if not self._has_begun:
             self._begin(flat)
         if (padding := rows.padding) is not None and self._is_left_out(flat, padding):
-            return None
+            return LEFT_OUT
         size = self._padded_size or flat.rows
         if rows.layout is not None:
             kept = rows.layout.rows(size)

@@ -30,7 +30,7 @@ class PadToDivisible(Padding, PlanStage):
     """
 
     def change(self, plan: P) -> P:
-        """Returns the plan with this padding; see `Plan.padded`.
+        """Returns the plan with this padding, in place of an earlier one; see `Plan.padded`.
 
         The iterator of a stream raises a `ShardingError` for a batch with more rows than a full
         batch. It also does so for a short batch if `remainder` is "error", and for any batch if

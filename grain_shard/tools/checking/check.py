@@ -187,8 +187,6 @@ class _Check:
             comparison.read(with_options(ds), reading.parts)
 
         def threads(comparison: Comparison) -> None:
-            if ds.host.kind == STREAM:
-                raise _NotMade("does not apply: the ReadOptions of a stream set its threads")
             self._require_threads()
             comparison.read(with_options(ds, num_threads=_THREADS), reading.parts)
 
