@@ -18,7 +18,7 @@ CheckSize = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
-    """How batches are padded, and which rows of them this host keeps.
+    """The padding of batches, and the rows of them that this host keeps.
 
     There is a subclass for each kind of pipeline. A plan is immutable. A stage of the chain returns
     a changed copy.

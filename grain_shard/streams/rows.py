@@ -58,7 +58,7 @@ class Joiner(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRows(Plan):
-    """How turns become batches: the padding, and the rows that this host keeps."""
+    """The plan by which turns become batches: the padding, and the rows that this host keeps."""
 
     @property
     @abstractmethod

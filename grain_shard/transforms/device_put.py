@@ -64,7 +64,7 @@ class DevicePut(Settings, Stage):
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
         """Returns the dataset of global batches, in the order of the streams.
 
-        Of feeds, this host runs only those whose rows it holds.
+        This host runs only the feeds whose rows it holds.
 
         Raises:
             ShardingError: An option does not fit the streams, or feeds cannot be divided among the
