@@ -141,7 +141,7 @@ def profile(
         >>> import grain, jax
         >>> ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8)
         >>> def step(batch):
-        ...     time.sleep(0.01)  # a step that takes longer than its batch
+        ...     time.sleep(0.05)  # a step that takes longer than its batch
         ...     return batch["x"].sum()
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> measured = profile(ds.shard_to(mesh), step, num_batches=20)
