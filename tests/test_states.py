@@ -504,3 +504,10 @@ def test_a_state_of_a_large_job_has_less_than_200_bytes(is_endless, remainder):
         assert len(json.dumps(state)) < 200
         iterator.set_state(json.loads(json.dumps(state)))
         assert set(next(iterator)["x"].tolist()) == {(10**9 - 1) % (num_records // 1000)}
+
+
+def test_an_entry_of_a_stream_without_its_rows_is_refused():
+    state = json.loads(saved("stream")[0])
+    state["feeds"]["0"] = sealed({"state": {"next_index": 24}})
+    with BUILD["stream"]() as iterator, pytest.raises(StateError, match="entry of stream 0"):
+        iterator.set_state(state)

@@ -106,7 +106,6 @@ class Feeds(Streams):
                 remedy="pass a function that takes grain.sharding.ShardOptions and returns a"
                 " grain.IterDataset.",
             )
-        self.num_streams = self.num_feeds
 
     def batch(self, global_batch_size: int, **options: Any) -> StreamDataset:
         """Returns global batches with the same number of rows of each feed.

@@ -86,7 +86,9 @@ class StreamsPosition(NamedTuple):
         states = {n: unsealed(saved[str(n)], entry.format(n)) for n in numbers}
         learned: dict[str, int] = {}
         for found in states.values():
-            learned = {name: found.pop(name) for name in streams.learned}
+            learned = {name: found.pop(name, None) for name in streams.learned}
+        if any(type(count) is not int for count in learned.values()):
+            raise StateError(f"{entry.format(0)} lacks {', '.join(learned)}.\n{UNCHANGED}")
         begins = [number for number, found in states.items() if step and not found]
         if begins:
             problem = f"feeds {shortened(begins)} are at their beginning in a state of step {step}"

@@ -62,7 +62,6 @@ class Streams(ABC):
         stays_open: True if a stream is opened and closed with the iterator. False if its first turn
             opens it, and its end closes it.
         learned: The facts in a state that may be known only after the first batch, by name.
-        num_streams: Number of streams, on all hosts together.
         has_begun: True once a batch was made of the streams in this process.
         why_unsaved: Why no state of the streams can be saved, with the remedy; "" if it can, or
             before a stream is opened.
@@ -73,7 +72,6 @@ class Streams(ABC):
     one: ClassVar[str]
     stays_open: ClassVar[bool]
     learned: ClassVar[tuple[str, ...]]
-    num_streams: int
     has_begun: bool = False
     why_unsaved: str = ""
 
@@ -186,7 +184,6 @@ class OneStream(Streams):
 
     kind, name_of_kind, one = STREAM, "a stream", "stream"
     stays_open, learned = True, ("rows",)
-    num_streams = 1
 
     def __init__(self, ds: grain.IterDataset):
         refuse_lost_epochs(ds)
