@@ -218,10 +218,21 @@ def test_the_summary_has_the_last_lines_between_the_failure_and_the_remedy():
     ]
 
 
+# JAX ends the other hosts when host 0, its coordinator, leaves without a word. So host 0 goes last.
+UNTIL_HOST_1_IS_GONE = "open(sys.argv[1]).read(); os._exit(0)"
+WITHOUT_A_WORD = "held = open(sys.argv[1], 'w'); os._exit(0)"
+
+
 @pytest.mark.parametrize(
-    "ends", [["", "jax.distributed.shutdown()", "sys.exit()"], ["os._exit(0)"] * 2]
+    "ends",
+    [
+        ["", "jax.distributed.shutdown()", "sys.exit()"],
+        [UNTIL_HOST_1_IS_GONE, WITHOUT_A_WORD],
+    ],
+    ids=["as JAX ends", "os._exit"],
 )
-def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(ends, script):
+def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(ends, script, tmp_path):
+    os.mkfifo(tmp_path / "held")
     path = script(f"""
         import jax
         import numpy as np
@@ -230,9 +241,8 @@ def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(ends, scri
         print(multihost_utils.process_allgather(np.array([1])).sum())
         exec({ends}[host])
     """)
-    result = rehearse.run_script([path], hosts=len(ends))
+    result = rehearse.run_script([path, str(tmp_path / "held")], hosts=len(ends))
     assert (result.exit_code, result.not_joined) == (0, False)
-    # JAX may log, before and after the line, that its coordinator left by os._exit.
     assert all(str(len(ends)) in output.splitlines() for output in result.outputs)
     assert not any("Gloo" in output for output in result.outputs)
 
