@@ -459,7 +459,7 @@ def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, end):
 
 
 def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypatch):
-    begin, done, has_asked = _Lines.begin, _Lines.done, threading.Event()
+    begin, has_read, has_asked = _Lines.begin, _Lines.has_read, threading.Event()
 
     def begin_and_tell(lines, line):
         part = begin(lines, line)
@@ -467,12 +467,12 @@ def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypat
             has_asked.set()
         return part
 
-    def done_late(lines, task):
+    def has_read_late(lines, read):
         has_asked.wait(60)
-        return done(lines, task)
+        return has_read(lines, read)
 
     monkeypatch.setattr(_Lines, "begin", begin_and_tell)
-    monkeypatch.setattr(_Lines, "done", done_late)
+    monkeypatch.setattr(_Lines, "has_read", has_read_late)
     monkeypatch.setattr(shared_reads, "_CHEAP_S", 60.0)
     reads, given = SharedReads(Faults(FAIL_AT_ONCE), 64), []
     elements = reads.elements(grain.MapDataset.range(64), 0, ahead=True)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from grain_shard.threads.pace import Pace, ReadPace, ThreadCount, Window
+from grain_shard.threads.pace import ReadPace, ThreadCount, Window
 
 
 def waiting(rate, process_cores=0.02):
@@ -171,6 +171,3 @@ def test_there_are_no_more_threads_than_the_system_allows():
     clock.pace.consumer_waits(0.0)
     clock.reads(0.0, 0.1)
     assert clock.pace.threads == 3
-    fixed = Pace(8)
-    fixed.limit(3)
-    assert fixed.threads == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
@@ -106,6 +106,7 @@ class Read(Task):
     Args:
         parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
+        done: Called with the read after its run.
 
     Attributes:
         sink: The sink of the first range.
@@ -115,8 +116,8 @@ class Read(Task):
         seconds: After the run, its wall-clock time in seconds.
     """
 
-    def __init__(self, parts: Sequence[Part], reads_many: bool):
-        self._parts, self._reads_many = list(parts), reads_many
+    def __init__(self, parts: Sequence[Part], reads_many: bool, done: Callable[[Read], None]):
+        self._parts, self._reads_many, self._done = list(parts), reads_many, done
         self.sink: Sink = parts[0].sink
         self.size: int = 0
         self.is_new: bool = parts[0].elements is None
@@ -140,6 +141,7 @@ class Read(Task):
             except BaseException as error:
                 part.sink.failed(part.start, Raised.of(error))
         self.seconds = time.perf_counter() - began
+        self._done(self)
 
     def _written(self, part: Part, until: float) -> int:
         """Reads and writes records of a part until a time; returns the number of records written.

@@ -78,7 +78,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
                 with self._lock:
                     self._under_way += 1
                 results.begin(sequence.begun - begun)
-                return Read(parts, self._reads_many)
+                return Read(parts, self._reads_many, self._has_read)
             if not more_may_be_left:
                 results.end(sequence.end or Raised(StopIteration(), None))
         return None
@@ -111,13 +111,12 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
         """True if no more records are taken, except for those that a read has left."""
         return self._sequence.end is not None or self.results.has_end
 
-    def done(self, task: Read | Contents) -> None:
-        if isinstance(task, Contents):
-            return
+    def _has_read(self, read: Read) -> None:
+        """Takes over the ranges that a read has left."""
         with self._lock:
-            self._left += task.left
+            self._left += read.left
             self._under_way -= 1
-            may_draw = bool(task.left) or not self._under_way
+            may_draw = bool(read.left) or not self._under_way
         if may_draw:
             self.results.check_room_again()
 

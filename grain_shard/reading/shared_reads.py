@@ -329,7 +329,7 @@ class _Lines(Tasks):
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
         if not isinstance(part, Part):
             return None
-        return Read([part], cast(_Line, part.sink).reads_many)
+        return Read([part], cast(_Line, part.sink).reads_many, self.has_read)
 
     def _drawn(self) -> Part | None:
         with self._lock:
@@ -357,13 +357,14 @@ class _Lines(Tasks):
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None
 
-    def done(self, task: Read) -> None:
+    def has_read(self, read: Read) -> None:
+        """Takes over the ranges that a read has left, and the time that it took."""
         with self._lock:
-            line = task.sink
+            line = read.sink
             assert isinstance(line, _Line)
-            line.left[:0] = task.left
-            if task.is_new:
-                line.took(task.seconds, task.size)
+            line.left[:0] = read.left
+            if read.is_new:
+                line.took(read.seconds, read.size)
         if line.left or line.is_for_readers:
             self._wanted.ring()
 

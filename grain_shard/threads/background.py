@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from grain_shard.threads.crew import Crew
-from grain_shard.threads.pace import Pace
+from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Items, Known, Producer, Raised, Task
 
@@ -30,13 +30,23 @@ class Background(Producer[T]):
 
     Args:
         tasks: The work.
-        pace: Decides how many threads work side by side, from the times of the tasks.
         name: Thread name prefix.
+        num_threads: Number of threads that work side by side. Unused with `pace`.
+        pace: Decides the number of threads, from the times of the tasks; None to keep the number.
     """
 
-    def __init__(self, tasks: ResultTasks[T], *, pace: Pace, name: str):
-        self._results: Results[T] = tasks.results
-        self._crew = Crew(tasks, pace=pace, name=name, progress=self._results.progress)
+    def __init__(
+        self,
+        tasks: ResultTasks[T],
+        *,
+        name: str,
+        num_threads: int = 1,
+        pace: ReadPace | None = None,
+    ):
+        self._results = results = tasks.results
+        self._crew = Crew(
+            tasks, name=name, progress=results.progress, num_threads=num_threads, pace=pace
+        )
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -139,7 +149,7 @@ def in_background(
     """
     threads = min(num_threads, buffer_size)
     tasks = _Mapped(work, source, buffer_size, lingers=threads <= buffer_size // 2)
-    return Background(tasks, pace=Pace(threads), name=name)
+    return Background(tasks, name=name, num_threads=threads)
 
 
 class _Mapped(ResultTasks[T], Generic[S, T]):

@@ -1,4 +1,4 @@
-"""`Crew`: background threads that draw tasks and run them, as many side by side as pays.
+"""`Crew`: background threads that draw tasks and run them, some of them side by side.
 
 Grain's own background threads can hang on a BaseException, block in ``close`` for as long as their
 source blocks, and can abort the interpreter at exit. A crew replaces them and promises:
@@ -24,8 +24,8 @@ from collections.abc import Callable
 from grain_shard.errors import GrainShardError
 from grain_shard.threads.bell import Bell
 from grain_shard.threads.closing import Closing, log_unclosed
-from grain_shard.threads.pace import Pace
-from grain_shard.threads.tasks import Raised, Tasks
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.tasks import Raised, Task, Tasks
 from grain_shard.threads.world import World
 
 # Most seconds that close(), or the interpreter's exit, waits for a thread inside the user's code.
@@ -59,10 +59,11 @@ class Crew:
     Args:
         tasks: The work. The last thread to end closes the tasks, because only that thread can be
             sure that no other thread uses them.
-        pace: Decides how many threads work side by side, from the times of the tasks.
         name: Thread name prefix.
         progress: Rung when a task is done, when all threads have ended, and when the crew is
             stopped.
+        num_threads: Number of threads that work side by side. Unused with `pace`.
+        pace: Decides the number of threads, from the times of the tasks; None to keep the number.
 
     Attributes:
         threads: The threads that were started.
@@ -71,11 +72,20 @@ class Crew:
         is_over: True once no more tasks will be drawn.
     """
 
-    def __init__(self, tasks: Tasks, *, pace: Pace, name: str, progress: Bell):
+    def __init__(
+        self,
+        tasks: Tasks,
+        *,
+        name: str,
+        progress: Bell,
+        num_threads: int = 1,
+        pace: ReadPace | None = None,
+    ):
         self.threads: list[threading.Thread] = []
         self.failure: Raised | None = None
         self.is_stopped = self.is_over = False
         self._tasks, self._pace, self._name, self._progress = tasks, pace, name, progress
+        self._wanted = num_threads if pace is None else pace.threads  # threads that should work
         self._world, self._closing = World(), Closing(tasks.close)
         # Rung when more threads should work, and when no work is left for any thread.
         self._more_wanted = Bell()
@@ -118,18 +128,20 @@ class Crew:
             raise
 
     def _start_more(self) -> None:
-        """Starts one more thread, if the pace asks for more threads than were started.
+        """Starts one more thread, if more threads should work than were started.
 
         Each new thread calls this. So the first threads already work while others start.
         """
         with self._lock:
             rank = len(self.threads)
-            if rank >= self._pace.threads or self.is_over:
+            if rank >= self._wanted or self.is_over:
                 return
             try:
                 self._start_thread(rank)
             except RuntimeError:  # raised if the system allows no more threads
-                self._pace.limit(rank)
+                self._wanted = rank
+                if self._pace is not None:
+                    self._pace.limit(rank)
 
     @property
     def has_no_thread(self) -> bool:
@@ -163,12 +175,14 @@ class Crew:
                 self.failure.throw()
             if (left_s := until - time.monotonic()) <= 0:
                 return None
-            self._pace.consumer_waits(time.perf_counter())
+            if self._pace is not None:
+                self._pace.consumer_waits(time.perf_counter())
             come = bell.wait_for(
                 lambda: self.is_stopped or self.failure is not None or has_come(),
                 min(_WAKE_S, left_s),
             )
-            self._pace.consumer_goes_on(time.perf_counter())
+            if self._pace is not None:
+                self._pace.consumer_goes_on(time.perf_counter())
             if not come and not any(thread.is_alive() for thread in self.threads):
                 raise ForkedError(
                     "os.fork() made this process and copied no threads, so the iterator cannot make"
@@ -248,30 +262,38 @@ class Crew:
         Returns:
             False if no task is left, so that the thread ends.
         """
-        if rank >= self._pace.threads:
-            self._more_wanted.wait_for(lambda: rank < self._pace.threads or self.is_over)
+        if rank >= self._wanted:
+            self._more_wanted.wait_for(lambda: rank < self._wanted or self.is_over)
         with self._one_draws:
             if self.is_over:
                 return False
-            if rank >= self._pace.threads:
+            if rank >= self._wanted:
                 return True
             task = self._tasks.draw()
             if task is None:
                 self._draw_no_more()
                 return False
-            with self._lock:
-                start = time.perf_counter()
-                self._pace.begun(start)
+        if self._pace is None:
+            task.run()
+            self._progress.ring()
+        else:
+            self._run_measured(task, self._pace)
+        return True
+
+    def _run_measured(self, task: Task, pace: ReadPace) -> None:
+        """Runs a task, and lets the pace decide by its times how many threads should work."""
+        with self._lock:
+            start = time.perf_counter()
+            pace.begun(start)
         processor_start = time.thread_time()
         task.run()
         processor_s = time.thread_time() - processor_start
-        self._tasks.done(task)
         with self._lock:
-            before = self._pace.threads
-            self._pace.done(start, time.perf_counter(), processor_s, task.size)
-            more = self._pace.threads > before
+            before = self._wanted
+            pace.done(start, time.perf_counter(), processor_s, task.size)
+            self._wanted = pace.threads
+            more = self._wanted > before
         self._progress.ring()
         if more:
             self._more_wanted.ring()
             self._start_more()
-        return True

@@ -1,4 +1,4 @@
-"""`Pace` and `ThreadCount`: the number of threads of a crew, adapted while the threads work.
+"""`ReadPace` and `ThreadCount`: the number of threads that read, adapted while the threads work.
 
 Threads that wait for a read cost nothing. Threads that compute in Python slow each other down. The
 user need not say whether the threads wait or compute. `ReadPace` measures one period, called a
@@ -184,60 +184,7 @@ class ThreadCount:
         self.threads, self.why = max(1, min(threads, self.most)), why
 
 
-class Pace:
-    """The number of threads of a crew that work side by side. Here it is fixed.
-
-    The crew also reports its tasks, by which a subclass may adapt the number. The crew holds its
-    lock while it calls a method, except for `consumer_waits` and `consumer_goes_on`.
-
-    Attributes:
-        threads: The number of threads that should work now.
-    """
-
-    def __init__(self, threads: int):
-        self.threads: int = threads
-
-    def limit(self, most: int) -> None:
-        """Lowers the largest number of threads, because the system allows no more threads.
-
-        Args:
-            most: The number of threads that have started.
-        """
-        self.threads = most
-
-    def begun(self, now: float) -> None:
-        """Notes that a thread begins a task.
-
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
-        """
-
-    def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """Notes that a thread has finished a task.
-
-        Args:
-            start: Time at which the task began, in seconds, by `time.perf_counter`.
-            now: Time at which the task ended.
-            processor_s: Seconds of processor time that the thread used for the task.
-            size: Number of records of the task.
-        """
-
-    def consumer_waits(self, now: float) -> None:
-        """Notes that a consumer begins to wait for a result.
-
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
-        """
-
-    def consumer_goes_on(self, now: float) -> None:
-        """Notes that a consumer ends its wait for a result.
-
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
-        """
-
-
-class ReadPace(Pace):
+class ReadPace:
     """The number of threads that read side by side, adapted while they read.
 
     The first read runs alone. After it the number is `fixed`, or `ThreadCount` decides it.
@@ -250,6 +197,10 @@ class ReadPace(Pace):
         fixed: The number of threads after the first read; None to adapt the number.
         most: The largest number of threads.
         process_time: Returns the processor time of this process, in seconds.
+
+    Attributes:
+        threads: The number of threads that should work now.
+        seconds_per_record: The wall-clock time of a record in recent reads; None before the first.
     """
 
     def __init__(
@@ -261,8 +212,8 @@ class ReadPace(Pace):
     ):
         self._fixed, self._process_time = fixed, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
-        super().__init__(self.count.threads)
-        self.seconds_per_record: float | None = None  # wall-clock time, in recent reads
+        self.threads: int = self.count.threads
+        self.seconds_per_record: float | None = None
         self._active = 0  # number of unfinished reads
         self._waiting = 0  # number of consumers that wait
         # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
@@ -272,16 +223,34 @@ class ReadPace(Pace):
         self._window_s = 0.0  # least length of the window; 0 for the first, which is one read
 
     def limit(self, most: int) -> None:
+        """Lowers the largest number of threads, because the system allows no more threads.
+
+        Args:
+            most: The number of threads that have started.
+        """
         self.count.most = most
         self.threads = self.count.threads = min(most, self.threads)
 
     def begun(self, now: float) -> None:
+        """Notes that a thread begins a task. One thread at a time calls this or `done`.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
         self._pass(now)
         if self._window is None and self.seconds_per_record is None:
             self._window = self._new_window(now)
         self._active += 1
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
+        """Notes that a thread has finished a task.
+
+        Args:
+            start: Time at which the task began, in seconds, by `time.perf_counter`.
+            now: Time at which the task ended.
+            processor_s: Seconds of processor time that the thread used for the task.
+            size: Number of records of the task.
+        """
         self._pass(now)
         self._active -= 1
         if not size:  # the task read no record of a batch, so its time does not count
@@ -319,9 +288,19 @@ class ReadPace(Pace):
             self._changed = now
 
     def consumer_waits(self, now: float) -> None:
+        """Notes that a consumer begins to wait for a result. Any thread may call this at any time.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
         self._waits.append((now, 1))
 
     def consumer_goes_on(self, now: float) -> None:
+        """Notes that a consumer ends its wait for a result. Any thread may call this at any time.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
         self._waits.append((now, -1))
 
     def _new_window(self, now: float) -> _Sums:

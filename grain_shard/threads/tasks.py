@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -119,9 +119,6 @@ class Tasks(Protocol):
     @abstractmethod
     def draw(self) -> Task | None:
         """Waits until a task can be drawn, and returns it; None if no task is left."""
-
-    def done(self, task: Any) -> None:
-        """Notes that a task is done. Any thread may call this."""
 
     def stop(self) -> None:
         """Ends any wait inside `draw`, and does not wait for it. Any thread may call this."""
