@@ -94,7 +94,7 @@ def arrows():
 
 
 def arrows_to_the_next_floor():
-    """The arrows that are drawn. CONTRIBUTING.md has a table of the rest."""
+    """The arrows that are drawn."""
     floors = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
     return [(a, b) for a, b in arrows() if floors[a] - floors[b] == 1]
 

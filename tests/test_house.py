@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_rooms import CORE, FLOORS, draw_rooms
+from docs.make_way import draw_way
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +92,17 @@ def test_the_picture_of_the_rooms_is_drawn_from_the_imports(tmp_path):
     draw_rooms(tmp_path / "rooms.svg")
     drawn = (tmp_path / "rooms.svg").read_text()
     assert drawn == (ROOT / "docs" / "rooms.svg").read_text(), "run python docs/make_rooms.py"
+
+
+def test_the_way_of_a_batch_names_files_that_exist(tmp_path):
+    draw_way(tmp_path / "way.svg")
+    drawn = (tmp_path / "way.svg").read_text()
+    assert drawn == (ROOT / "docs" / "way.svg").read_text(), "run python docs/make_way.py"
+    pages = [PACKAGE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "way.svg"]
+    named = {name for page in pages for name in re.findall(r"[\w/]+\.pyi?\b", page.read_text())}
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py*")]
+    unknown = [name for name in named if not any(f.endswith(f"/{name}") for f in files)]
+    assert not unknown
 
 
 # Grain's and JAX's private parts.
