@@ -70,6 +70,7 @@ AT_BUILD = {
     "from_iterable got a MapStyle, which has __len__ and __getitem__ but no __iter__, so its items are taken for single records, not for batches.": (
         lambda: grain_shard.from_iterable(MapStyle(), rows="global"),
         lambda: grain_shard.from_iterable(MapStyle),  # a class, which would be called
+        lambda: iter(grain_shard.from_iterable(lambda: MapStyle())),
         "call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this object. If its items are whole batches, pass a function that yields them.",
     ),
     "the spec names the mesh axis 'batch', which does not exist.": (

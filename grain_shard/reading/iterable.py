@@ -77,22 +77,32 @@ def from_iterable(
             f"from_iterable got a {type(source).__name__}, which is a Grain dataset already.",
             remedy="call .shard_to(mesh) on the dataset, with rows=... if it is an IterDataset.",
         )
-    by_index = isinstance(source, grain.sources.RandomAccessDataSource)
-    if by_index and not hasattr(source, "__iter__"):
-        # Python would iterate over it by index, and each record would be taken for a batch.
-        name = getattr(source, "__name__", type(source).__name__)  # a class has a name of its own
-        raise ShardingError(
-            f"from_iterable got a {name}, which has __len__ and __getitem__ but no __iter__, so its"
-            " items are taken for single records, not for batches.",
-            remedy="call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this"
-            " object. If its items are whole batches, pass a function that yields them.",
-        )
+    _refuse_records(source)
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__") or callable(source)):
         raise TypeError(
             f"from_iterable got {shortened(source)}, which is not iterable: pass an iterable of"
             " batches, or a function that returns such an iterable."
         )
     return IterableBatches(source, rows)
+
+
+def _refuse_records(loader: Any) -> None:
+    """Raises an error if an object has records by index, and is no iterable of batches.
+
+    Python would iterate over it by index, and each record would be taken for a batch.
+
+    Raises:
+        ShardingError: The object has a length and items, and no iterator.
+    """
+    by_index = isinstance(loader, grain.sources.RandomAccessDataSource)
+    if by_index and not hasattr(loader, "__iter__"):
+        name = getattr(loader, "__name__", type(loader).__name__)  # a class has a name of its own
+        raise ShardingError(
+            f"from_iterable got a {name}, which has __len__ and __getitem__ but no __iter__, so its"
+            " items are taken for single records, not for batches.",
+            remedy="call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this"
+            " object. If its items are whole batches, pass a function that yields them.",
+        )
 
 
 class IterableBatches(grain.IterDataset):
@@ -155,6 +165,7 @@ class IterableBatches(grain.IterDataset):
         is_class = inspect.isclass(source)
         iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
         loader: Any = source if iterable and not is_class else source()
+        _refuse_records(loader)
         name = type(source if loader is source else iter(loader)).__name__
         return _Batches(loader, name, self)
 
