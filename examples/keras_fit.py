@@ -2,11 +2,13 @@
 
 `pip install keras`, and run `python examples/keras_fit.py --checkpoint-dir /tmp/keras`. It saves
 after each epoch and every 20 steps. Stop it at any time and start it again, on any number of hosts:
-it goes on after the last save, and ends with the same weights.
+it goes on after the last save, and ends with the same weights. With other data, another seed or
+another batch size it refuses to go on.
 """
 
 import argparse
 import os
+import pickle
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before Keras is imported
@@ -40,16 +42,70 @@ def host_rows(ds, first_step=0):
 # end of recipe
 
 
+def variables(model):
+    """All that training changes: weights, the random state of Dropout, and the optimizer."""
+    return [*model.variables, *model.optimizer.variables]
+
+
+class Save(keras.callbacks.Callback):
+    """Saves the run after each epoch and every few steps.
+
+    Args:
+        path: The file, which host 0 writes.
+        data: A state of the pipeline, by which a later run finds out if its pipeline is the same.
+        every: Number of steps between two saves within an epoch.
+    """
+
+    def __init__(self, path, data, every):
+        super().__init__()
+        self.path, self.data, self.every = path, data, every
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (batch + 1) % self.every == 0:
+            self.save()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.save()
+
+    def save(self):
+        # `self.model` and no other reference to the model: only `self.model` gets its variables
+        # from the running step.
+        if jax.process_index() == 0:
+            values = [np.asarray(variable.value) for variable in variables(self.model)]
+            new = self.path.with_suffix(".new")
+            new.write_bytes(pickle.dumps({"values": values, "data": self.data}))
+            new.replace(self.path)  # so that a kill leaves the old file or the new one
+
+
+def restore(model, ds, path):
+    """Restores the last save, if there is one; returns the state of the pipeline after one batch.
+
+    Raises:
+        grain_shard.errors.StateError: The pipeline is not the one of the save.
+        SystemExit: Its batch size is not the same.
+    """
+    model.optimizer.build(model.trainable_variables)  # it has no variables before
+    with iter(ds.shard_to(keras_mesh())) as batches:
+        batches.seek(1)
+        data = batches.get_state()
+        if path.exists():
+            saved = pickle.loads(path.read_bytes())
+            batches.set_state(saved["data"])
+            if saved["data"] != data:
+                raise SystemExit(f"{path} is of a run with another batch size")
+            for variable, value in zip(variables(model), saved["values"], strict=True):
+                variable.assign(value)
+    return data
+
+
 def train(model, ds, test_ds, folder, epochs, save_every=20):
     """Trains on from the last save in a folder, which may have been made within an epoch.
 
     Each dataset is a `grain.MapDataset` and ends in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`.
     An epoch is a pass of `ds`. All hosts must see the folder.
     """
-    model.optimizer.build(model.trainable_variables)
-    if (folder / "0.weights.h5").exists():  # host 0's, on every host
-        model.load_weights(folder / "0.weights.h5")
-    path = folder / f"{jax.process_index()}.weights.h5"
+    path = folder / "run.pickle"
+    save = Save(path, restore(model, ds.repeat(), path), save_every)
 
     def fit(first_epoch, last_epoch, num_steps):
         model.fit(
@@ -60,10 +116,7 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
             epochs=last_epoch,
             validation_data=host_rows(test_ds),
             validation_steps=len(test_ds),  # without it, Keras warns that the data has ended
-            callbacks=[
-                keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=freq)
-                for freq in ("epoch", save_every)
-            ],
+            callbacks=[save],
             verbose=2 if jax.process_index() == 0 else 0,
         )
 
@@ -86,8 +139,8 @@ def predict(model, ds):
 
 
 def make_model():
-    layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dense(4)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
+    hidden, dropout = keras.layers.Dense(32, activation="relu"), keras.layers.Dropout(0.1)
+    model = keras.Sequential([keras.Input((4,)), hidden, dropout, keras.layers.Dense(4)])
     # The mask is the weight of a row. By default, the loss would divide by padding, too.
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
@@ -122,7 +175,7 @@ def main():
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     keras.distribution.set_distribution(distribution)  # before the model is made
-    keras.utils.set_random_seed(0)
+    keras.utils.set_random_seed(0)  # or each host would begin with other weights
     model, (train_ds, test_ds) = make_model(), make_datasets()
     train(model, train_ds, test_ds, args.checkpoint_dir, args.epochs)
     steps = {"steps": len(test_ds), "verbose": 0, "return_dict": True}

@@ -73,6 +73,11 @@ AT_BUILD = {
         lambda: iter(grain_shard.from_iterable(lambda: MapStyle())),
         "call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this object. If its items are whole batches, pass a function that yields them.",
     ),
+    "the source is a dict, and 'x', 'y' are no numbers of records.": (
+        lambda: grain.MapDataset.source({"x": [1, 2], "y": [3, 4]}).batch(2).shard_to(data_mesh(1)),
+        "mesh:   data=1",
+        "if its values are arrays with a row for each record, wrap it: grain.MapDataset.source(grain_shard.ArraySource(x)), where x is the dict.",
+    ),
     "the spec names the mesh axis 'batch', which does not exist.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
         "spec:   P('batch')   mesh: data=4",
@@ -374,17 +379,17 @@ AT_FIRST_BATCH = {
     "batch: the batch is a ndarray, but only a dict can hold the mask.": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'turn records into dicts with .map before .batch, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
     ),
     "batch[1]: the keys of the batch are not strings, so JAX cannot sort the mask's key among them.": (
         lambda: records(lambda i: {1: i}).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'give records string keys in .map, or pass mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'give records string keys in .map, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
     ),
     "batch['valid_mask']: the batch already has a leaf 'valid_mask', and mask_key gives the mask this name.": (
         lambda: records(lambda i: {"valid_mask": i}).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'pass another mask_key, or mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'pass another mask_key, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
     ),
     "batch: the batch has no leaf with a leading axis.": (
         lambda: stream(grain.MapDataset.range(8).map(lambda i: {"x": i})).shard_to(data_mesh(4)),

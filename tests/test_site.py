@@ -71,6 +71,12 @@ OTHER_RESULTS = 15 + 11
         "Keras": "recipes",
         "fit": "recipes",
         "model.fit": "recipes",
+        "steps_per_epoch": "recipes",
+        "validation_data": "recipes",
+        "set_random_seed": "recipes",
+        "keras predict": "recipes",
+        "restart": "saving",
+        "numpy arrays": "data",
     }.items(),
 )
 def test_the_search_shows_the_right_page_first(word, page, index):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,6 +314,13 @@ def walk(ds: Any) -> Iterator[Any]:
 def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
     """Returns the datasets at the beginning of a pipeline, which have no parents."""
     return [node for node in walk(ds) if not node.parents]
+
+
+def names_of_columns(ds: grain.MapDataset | grain.IterDataset) -> list[str]:
+    """Returns the keys of a node's source if it is a dict of columns, which Grain cannot index."""
+    source = getattr(ds, "_source", None)
+    is_columns = isinstance(source, Mapping) and all(isinstance(key, str) for key in source)
+    return list(source) if is_columns else []
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ REMAINDER = "remainder"  # the name of the option, in states and in messages
 SHORT_REMEDY = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
 # The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
-    'mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)'
+    '(to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding'
+    " would count in every mean.)"
 )
 
 
@@ -277,7 +278,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
             f"the batch already has a leaf {mask_key!r}, and mask_key gives the mask this name.",
             path=f"batch[{mask_key!r}]",
             leaf=describe_leaf(padded[mask_key]),
-            remedy=f"pass another mask_key, or {_NO_MASK}",
+            remedy=f"pass another mask_key, or pass {_NO_MASK}",
         )
     mask = np.ones(size, bool)
     mask[bad] = False

@@ -56,12 +56,13 @@ class HostStreams(HostBatches):
         first_stream = self._first_stream = ds.streams.make(0)
         # A source that only one thread may read must not be read again by another thread.
         self._rereads = Reread.of_stream(first_stream) if options.num_threads != 1 else ()
-        # Two hosts may have unlike streams. So only the streams of feeds are compared.
-        self.contents = Contents(first_stream if self.kind == FEEDS else None)
-        if self.kind == FEEDS:
-            own = list(ds.plan.numbers)
-            self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
-            self.compared = {**self.fingerprint, "global_batch_size": ds.plan.unpadded_size}
+        if self.kind != FEEDS:
+            self.contents = Contents()  # two hosts may have unlike streams
+            return
+        own = list(ds.plan.numbers)
+        self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
+        self.contents = Contents(first_stream)
+        self.compared = {**self.fingerprint, "global_batch_size": ds.plan.unpadded_size}
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them

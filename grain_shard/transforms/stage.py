@@ -80,6 +80,7 @@ def _planned(ds: Any) -> RowMapDataset | StreamDataset:
             " cut the stream into grain_shard.feeds.",
         )
     if isinstance(ds, grain.MapDataset | grain.IterDataset):
+        _refuse_columns(ds)
         _refuse_after_batch(ds)
     if isinstance(ds, grain.MapDataset):
         return RowMapDataset(ds, batching_of(ds))
@@ -101,6 +102,22 @@ def _planned(ds: Any) -> RowMapDataset | StreamDataset:
                 ".shard_to(mesh)."
             )
     raise ShardingError(f"cannot shard a {type(ds).__name__}.", remedy=remedy)
+
+
+def _refuse_columns(ds: grain.MapDataset | grain.IterDataset) -> None:
+    """Refuses a dataset if its source is a dict of columns, of which Grain would ask for record 0.
+
+    Raises:
+        ShardingError: The keys of the source are strings.
+    """
+    for source in nodes.sources(ds):
+        if names := nodes.names_of_columns(source):
+            raise ShardingError(
+                f"the source is a dict, and {', '.join(map(repr, names))} are no numbers of"
+                " records.",
+                remedy="if its values are arrays with a row for each record, wrap it:"
+                " grain.MapDataset.source(grain_shard.ArraySource(x)), where x is the dict.",
+            )
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:

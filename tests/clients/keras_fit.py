@@ -70,8 +70,10 @@ class Noted(keras.Sequential):
 
 def make_model(job):
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
-    model = Noted([keras.Input((4,)), *layers])
+    # One mask for all rows, so that rows of padding change no random number.
+    dropout = keras.layers.Dropout(0.2, noise_shape=(1, 8))
+    hidden = keras.layers.Dense(8, activation="tanh")
+    model = Noted([keras.Input((4,)), hidden, dropout, keras.layers.Dense(1)])
     model.job = job
     model.compile(
         keras.optimizers.Adam(0.05),
@@ -103,24 +105,32 @@ def run(job):
 
 
 def check_script(check, rehearsed, folder):
-    """The whole script: on 2 hosts, continued on 1; and with another seed on each host."""
+    """The whole script: on 2 hosts, continued on 1; with another batch size; with unlike seeds."""
 
-    def run(script, hosts, epochs):
-        words = [str(script), "--distributed", "--checkpoint-dir", str(folder / script.stem)]
+    def run(script, hosts, epochs, checkpoints):
+        words = [str(script), "--distributed", "--checkpoint-dir", str(folder / checkpoints)]
         return rehearsed([*words, "--epochs", str(epochs)], hosts)
 
-    script = Path(example.__file__)
+    def changed(name, pattern, replacement):
+        code, count = re.subn(pattern, replacement, Path(example.__file__).read_text())
+        assert count == 1
+        (folder / name).write_text(code)
+        return folder / name
+
     for hosts, epochs in ((2, 1), (1, 2)):
-        done = run(script, hosts, epochs)
+        done = run(example.__file__, hosts, epochs, "script")
         last = done.outputs[0].strip().splitlines()[-1]
         wanted = f"500 predictions, step {36 * epochs}"
         check(f"the script on {hosts}", done.exit_code == 0 and last == wanted, last)
-    other = folder / "other_seeds.py"
-    code, changed = re.subn(r"\.seed\(42\)", ".seed(jax.process_index())", script.read_text())
-    other.write_text(code)
-    done = run(other, 2, 1)
+    for name, pattern, replacement, refusal in (
+        ("batch_size.py", r"(?<=EPOCHS = )128", "64", "is of a run with another batch size"),
+        ("seed.py", r"(?<=\.seed\()42", "7", "the state was saved by another pipeline: seeds"),
+    ):
+        done = run(changed(name, pattern, replacement), 1, 3, "script")
+        check(f"{name} is refused", done.exit_code == 1 and refusal in done.outputs[0])
+    done = run(changed("seeds.py", r"(?<=\.seed\()42", "jax.process_index()"), 2, 1, "unlike")
     refused = all(re.search(r"seeds: .* on host 0; .* on host 1", out) for out in done.outputs)
-    check("other seeds are refused", changed == 1 and done.exit_code == 1 and refused)
+    check("unlike seeds are refused", done.exit_code == 1 and refused)
 
 
 if __name__ == "__main__":
