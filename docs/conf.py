@@ -60,13 +60,23 @@ PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
 # The words that a reader searches for, by the page and heading at which the search begins. An entry
 # of the index counts more than any title, and its first half is found, too.
 FOUND_BY = {
-    ("saving", "# Save, stop and resume"): ["checkpoints", "resume", "restart", "states", "checkpoint orbax"],
+    ("saving", "# Save, stop and resume"): [
+        "checkpoints",
+        "resume",
+        "restart",
+        "states",
+        "checkpoint orbax",
+    ],
     ("changing_runs", "## Epochs"): ["epochs", "seeds", "shuffle", "shuffle seed"],
     ("contract", "## C2, C3, C6: padding and the mask"): ["padding"],
     ("contract", "## C13: the same record for every reader"): ["threads", "lock", "thread safe"],
     ("examples/README", "# Examples"): ["nnx", "partitioning", "model axis"],
     ("evaluation", "# Evaluation with a mask"): ["evaluation", "masks", "validation"],
-    ("troubleshooting", "## An error of JAX or Python"): ["OOM", "out of memory", "has no attribute"],
+    ("troubleshooting", "## An error of JAX or Python"): [
+        "OOM",
+        "out of memory",
+        "has no attribute",
+    ],
     ("coming_from", "## An old loader, as it is"): ["WebDataset"],
     ("data", "# Data of every kind"): ["Dataset"],
     ("data", "## Arrays"): ["numpy arrays", "dict source"],

@@ -33,8 +33,8 @@ REMAINDER = "remainder"  # the name of the option, in states and in messages
 SHORT_REMEDY = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
 # The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
-    '(to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding'
-    " would count in every mean.)"
+    '(to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask,'
+    " padding would count in every mean.)"
 )
 
 
