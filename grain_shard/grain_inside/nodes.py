@@ -319,8 +319,8 @@ def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
 def names_of_columns(ds: grain.MapDataset | grain.IterDataset) -> list[str]:
     """Returns the keys of a node's source if it is a dict of columns, which Grain cannot index."""
     source = getattr(ds, "_source", None)
-    is_columns = isinstance(source, Mapping) and all(isinstance(key, str) for key in source)
-    return list(source) if is_columns else []
+    keys = list[Any](source) if isinstance(source, Mapping) else []
+    return keys if all(isinstance(key, str) for key in keys) else []
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
