@@ -29,17 +29,17 @@ STEPS = [
     ],
     [
         (LEFT, "6  rows are stacked", "reading/batch_builder.py, stack.py"),
-        (RIGHT, "6  rows are joined", "streams/feed_rows.py, whole_rows.py"),
+        (RIGHT, "6  rows are joined", "streams/feed_rows.py, reading/stack.py"),
     ],
     [(BOTH, "7  padding and the mask", "reading/padding.py")],
     [(BOTH, "8  a bounded buffer, in order", "threads/results.py")],
     [(BOTH, "9  onto the devices", "iteration/placing.py, sharding/assemble.py")],
-    [(BOTH, "10  next: the hosts agree", "hosts/ends.py, iteration/iterator.py")],
+    [(BOTH, "10  next: the hosts agree", "hosts/compare.py, iteration/iterator.py")],
 ]
 # Who does the steps from the first number to the second.
 LANES = [
     (1, 2, "the loop's thread", "#FDF3E1"),
-    (3, 8, "threads that read", "#E8F1F8"),
+    (3, 8, "reading threads", "#E8F1F8"),
     (9, 9, "the placing thread", "#E6F4EC"),
     (10, 10, "the loop's thread", "#FDF3E1"),
 ]
