@@ -50,6 +50,13 @@ class MapStyle:
         return {"tokens": np.arange(65, dtype=np.int32)}
 
 
+OF_COLUMNS = "if its values are arrays with a row for each record, wrap it: grain.MapDataset.source(grain_shard.ArraySource(x)), where x is this object."
+
+
+def from_columns(columns):
+    return grain.MapDataset.source(columns).batch(2).shard_to(data_mesh(1))
+
+
 # Each problem, the ways to it, what is known of the leaf and the mesh, and the remedy.
 AT_BUILD = {
     "cannot shard a MapStyle.": (
@@ -73,10 +80,15 @@ AT_BUILD = {
         lambda: iter(grain_shard.from_iterable(lambda: MapStyle())),
         "call grain.MapDataset.source(ds).batch(B).shard_to(mesh), where ds is this object. If its items are whole batches, pass a function that yields them.",
     ),
-    "the source is a dict, and 'x', 'y' are no numbers of records.": (
-        lambda: grain.MapDataset.source({"x": [1, 2], "y": [3, 4]}).batch(2).shard_to(data_mesh(1)),
+    "the source is a dict with the keys 'x', 'y', of which Grain takes each value for a record.": (
+        lambda: from_columns({"x": np.zeros((4, 2)), "y": np.arange(4)}),
         "mesh:   data=1",
-        "if its values are arrays with a row for each record, wrap it: grain.MapDataset.source(grain_shard.ArraySource(x)), where x is the dict.",
+        OF_COLUMNS,
+    ),
+    "the source is a tuple of 2 arrays with 4 rows each, of which Grain takes each value for a record.": (
+        lambda: from_columns((np.zeros((4, 2)), np.arange(4))),
+        "mesh:   data=1",
+        OF_COLUMNS,
     ),
     "the spec names the mesh axis 'batch', which does not exist.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),

@@ -316,11 +316,23 @@ def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
     return [node for node in walk(ds) if not node.parents]
 
 
-def names_of_columns(ds: grain.MapDataset | grain.IterDataset) -> list[str]:
-    """Returns the keys of a node's source if it is a dict of columns, which Grain cannot index."""
+def described_columns(ds: grain.MapDataset | grain.IterDataset) -> str:
+    """Describes a node's source if it is columns of records, which Grain takes for the records.
+
+    Returns:
+        The description of a dict with string keys, or of a tuple of arrays that have equally many
+        rows and cannot be records of one batch; "" for any other source.
+    """
     source = getattr(ds, "_source", None)
     keys = list[Any](source) if isinstance(source, Mapping) else []
-    return keys if all(isinstance(key, str) for key in keys) else []
+    if keys and all(isinstance(key, str) for key in keys):
+        return f"a dict with the keys {', '.join(map(repr, keys))}"
+    if not isinstance(source, tuple) or not all(isinstance(x, np.ndarray) for x in source):
+        return ""
+    rows = {x.shape[:1] for x in source}
+    kinds = {(x.shape, x.dtype) for x in source}
+    are_columns = len(rows) == 1 < len(kinds) and () not in rows
+    return f"a tuple of {len(source)} arrays with {len(source[0])} rows each" if are_columns else ""
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:

@@ -105,18 +105,17 @@ def _planned(ds: Any) -> RowMapDataset | StreamDataset:
 
 
 def _refuse_columns(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a dataset if its source is a dict of columns, of which Grain would ask for record 0.
+    """Refuses a dataset if its source is columns, of which Grain would take each for a record.
 
     Raises:
-        ShardingError: The keys of the source are strings.
+        ShardingError: The source is a dict or tuple of columns.
     """
     for source in nodes.sources(ds):
-        if names := nodes.names_of_columns(source):
+        if columns := nodes.described_columns(source):
             raise ShardingError(
-                f"the source is a dict, and {', '.join(map(repr, names))} are no numbers of"
-                " records.",
+                f"the source is {columns}, of which Grain takes each value for a record.",
                 remedy="if its values are arrays with a row for each record, wrap it:"
-                " grain.MapDataset.source(grain_shard.ArraySource(x)), where x is the dict.",
+                " grain.MapDataset.source(grain_shard.ArraySource(x)), where x is this object.",
             )
 
 
