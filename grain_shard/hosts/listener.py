@@ -4,6 +4,8 @@ A process whose training loop raises an error of its own tells the other hosts a
 skips the usual exit, in which JAX would wait for the other hosts for minutes. A process that leaves
 the loop waits at its exit until the others have left at the same batch, as JAX would. If the others
 go on, it skips the usual exit, too, and its status is not 0. The hosts did not run one program.
+A process that goes on after a failure looks at its exit if another process has skipped the usual
+exit. Then JAX would wait for it in vain.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 from absl import logging
@@ -28,6 +30,8 @@ from grain_shard.hosts.rounds import Store
 # Keys of the store: the messages for a host, by the numbers of host and message; and the topic
 # under which hosts confirm that they heard of the failure of an iterator, by the iterator's name.
 _MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
+# The topic under which each host says, at its exit, if it skips the usual exit.
+_SKIPS = "skips"
 # Milliseconds between two looks at the places of the hosts, in the run and at the exit. With more
 # than 250 hosts it is four milliseconds for each host, because the process of the first host has to
 # serve the calls of all hosts.
@@ -76,6 +80,7 @@ class Listener:
         self.alarms: dict[str, Hears] = {}
         self.left_last: Hears | None = None
         self._heard = 0  # number of messages that were received
+        self._has_failed = False  # True once an iterator has failed on any host
         self._look_at = 0.0
         self._turn_ms = max(_TURN_MS, _MS_FOR_A_HOST * jax.process_count())
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
@@ -93,6 +98,7 @@ class Listener:
             hosts: The hosts.
             text: The error for these hosts.
         """
+        self._has_failed = True
         try:
             for host in hosts:
                 self._write(host, {"series": series, "text": text})
@@ -128,6 +134,7 @@ class Listener:
             return False
         if message:
             self._heard += 1
+            self._has_failed = True
             self._store.put(_HEARD.format(message["series"]), "")
             if (alarm := self.alarms.get(message["series"])) is not None:
                 alarm.hear(message["text"])
@@ -147,12 +154,15 @@ class Listener:
             for alarm in alarms:
                 alarm.sound(unhandled)
             self._wait_for_others(alarms)
-            exits.end()
+            self._end()
         with contextlib.suppress(AgreementError):
             self._write(self._store.host, {})
         self._thread.join(_JOIN_S)
         with contextlib.suppress(AgreementError):
             self._wait_until_all_left()
+            self._store.put(_SKIPS, False)
+            if self._has_failed and self._others_skip():
+                self._end()
 
     def _wait_until_all_left(self) -> None:
         """Waits until all hosts have left all iterators; ends the process if they go on."""
@@ -169,9 +179,27 @@ class Listener:
                 return
         if any(alarm.all_know for alarm in alarms):
             self._wait_for_others(alarms)
-            if not exits.status():
-                logging.error("grain_shard: so this process ends with status 1, and not with 0.")
-            exits.end(exits.status() or 1)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Ends this process without the usual exit, and tells the other hosts."""
+        with contextlib.suppress(AgreementError):
+            self._store.put(_SKIPS, True)
+        status = exits.status() if exits.unhandled() is None else 1
+        if not status:
+            logging.error("grain_shard: so this process ends with status 1, and not with 0.")
+        exits.end(status or 1)
+
+    def _others_skip(self) -> bool:
+        """Waits for the exits of all hosts; returns True if one of them skips the usual exit."""
+        begun, skips = time.monotonic(), self._store.get_all(_SKIPS)
+        while len(skips) < jax.process_count():
+            # Once a host has skipped it, the others have a little time to receive the error.
+            if time.monotonic() > begun + (_HEARD_S if any(skips.values()) else _JOIN_S):
+                break
+            time.sleep(_LOOK_AGAIN_S)
+            skips = self._store.get_all(_SKIPS)
+        return any(skips.values())
 
     def _wait_for_others(self, alarms: Sequence[Hears]) -> None:
         """On host 0, waits until all other hosts have received an error, 5 seconds at most.
