@@ -32,6 +32,7 @@ HOSTS = range(4)
 NOWHERE = -1
 SCRIPT = """
 import code
+import contextlib
 import pathlib
 import sys
 import time
@@ -42,8 +43,9 @@ from grain_shard.checkpoint import CheckpointSave
 from grain_shard.iteration.iterator import state_writer
 
 EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
+BEFORE = "leaves before the step"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
-leaver = 0 if kind.endswith("on host 0") else 2
+leaver = 0 if kind.startswith("leaves") and kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.distributed.initialize()
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -61,7 +63,7 @@ def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
 if kind == "random access" or kind.startswith(("the loop", "leaves", "saved")):
-    ds = records.batch(16).shard_to(mesh)
+    ds = records.batch(16).shard_to(mesh, timeout_s=10 if "before the step" in kind else 60)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
@@ -76,6 +78,8 @@ def train(batches):
     for count, batch in enumerate(batches):
         if kind.startswith("the loop") and jax.process_index() == 2 and count == first_bad_batch:
             raise OSError("the bucket is gone")
+        if kind == BEFORE and jax.process_index() == leaver and count == first_bad_batch:
+            break
         loss = float(step(batch))
         if jax.process_index() == leaver and count == first_bad_batch:
             if kind.startswith("leaves by break"):
@@ -103,6 +107,9 @@ def train(batches):
 if kind == "the loop, in with":
     with iter(ds) as batches:
         train(batches)
+elif kind == "the loop, handled on host 0" and jax.process_index() == 0:
+    with contextlib.suppress(Exception):
+        train(iter(ds))
 else:
     batches = iter(ds)
     if kind in (EXTRA, SAVED_AHEAD) and jax.process_index() == 2:
@@ -110,13 +117,14 @@ else:
     train(batches)
 """
 KINDS = ["random access", "stream", "feeds"]
-LOOPS = ["the loop", "the loop, in with"]
+LOOPS = ["the loop", "the loop, in with", "the loop, handled on host 0"]
 AT_PROMPT = "the loop is left, at a prompt"
 # How a host leaves while the others go on, and what they say of it, with the host's exit status.
 LEAVES = {
     "leaves by break": ("host 2 left the loop after batch 21 of 40 (its program ended)", 1),
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
+    "leaves before the step": ("host 2 left the loop after batch 21 of 40 (its program ended)", 1),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }

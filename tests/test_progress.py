@@ -1,6 +1,13 @@
 """What a host tells of its loop, beside the loop. Hosts are threads of this process here."""
 
+import threading
+
+import pytest
+
+from grain_shard.hosts.places import Place, left_early
 from grain_shard.hosts.progress import Progress
+from grain_shard.hosts.stillness import Stillness
+from tests.conftest import eventually
 from tests.on_hosts import KeyValues
 
 
@@ -22,3 +29,66 @@ def test_a_loop_that_is_left_while_its_place_is_told_is_told_to_have_left():
     hosts[0].leave(5, "break")
     assert [hosts[host].look(at_exit=True) for host in (1, 0, 1)] == [None, None, None]
     assert [progress.all_left for progress in hosts] == [True, True]
+
+
+GONE, AT_END = Place(7, "break"), Place(7, "")
+GOES_ON, IS_STILL = Place(7, None), Place(7, None, is_still=True)
+LEFT = "host 0 left the loop after batch 7 (break), and host "
+
+
+@pytest.mark.parametrize(
+    ("places", "is_long", "error"),
+    [
+        ([GONE, IS_STILL], True, LEFT + "1 stood still after that"),
+        ([GONE, AT_END, IS_STILL], True, LEFT + "2 stood still after that"),
+        ([GONE, IS_STILL], False, None),  # the step may last a little longer
+        ([GONE, GOES_ON], True, None),  # a host evaluates, or saves, before it leaves
+        ([GONE, IS_STILL, GOES_ON], True, None),  # in a step, the still host waits for the other
+        ([GONE, IS_STILL, None], True, None),  # of that host nothing is known yet
+        ([IS_STILL, IS_STILL], True, None),  # a long step
+        ([IS_STILL, AT_END], True, None),  # the last step
+    ],
+)
+def test_a_host_that_left_before_its_step_is_named_once_the_others_stand_still(
+    places, is_long, error
+):
+    known = {host: place for host, place in enumerate(places) if place is not None}
+    found = left_early(known, len(places), 0, "", is_long=is_long)
+    assert (found or "").startswith(error or "")
+    assert (found is None) == (error is None)
+
+
+@pytest.mark.parametrize(("timeout_s", "is_named"), [(0.0, True), (600.0, False)])
+def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_host(
+    timeout_s, is_named
+):
+    store = KeyValues()
+    hosts = [Progress(store.rounds(host, 2, timeout_s=timeout_s), 0, None) for host in range(2)]
+    for progress in hosts:
+        progress.asks(6)
+    hosts[0].leave(7, "break")
+    assert hosts[1].look(still_s=301) is None
+    errors = [hosts[0].look(at_exit=True) or "" for _ in range(2)]
+    assert ["host 1 stood still" in error for error in errors] == [is_named] * 2
+
+
+def test_a_thread_is_still_if_it_waits_outside_the_standard_library():
+    still, lock, event, ended = Stillness(), threading.Lock(), threading.Event(), threading.Event()
+
+    def loop():
+        still.is_here()
+        event.wait()  # waits inside the standard library, as for data
+        lock.acquire()  # waits in C code that this file calls, as a step does
+        lock.release()
+        ended.set()
+
+    thread = threading.Thread(target=loop)
+    with lock:
+        thread.start()
+        eventually(lambda: still._clock is not None)
+        assert [still.seconds() for _ in range(3)] == [0.0] * 3
+        event.set()
+        eventually(lambda: still.seconds() > 0)
+    thread.join()
+    assert ended.is_set()
+    assert still.seconds() == 0

@@ -28,6 +28,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.rounds import Rounds, runtime_client
+from grain_shard.hosts.stillness import Stillness
 from grain_shard.threads.background import Background
 
 # Held while a thread asks for the process's listener. Two threads may open iterators at once, and
@@ -73,6 +74,7 @@ class Alarm:
         self.all_know = self.is_agreed = self.compares = False
         self._is_over = False  # True after an error, at the end, and after `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
+        self._stillness = Stillness()
         with _one_asks:
             self._listener = listener_of(runtime_client())
         self._listener.alarms[self.series] = self
@@ -97,6 +99,7 @@ class Alarm:
     def asks(self) -> None:
         """Notes that the training loop asks for a batch. Each ``next`` calls this."""
         self._loop = threading.get_ident()
+        self._stillness.is_here()
         self._listener.asked += 1
         if (stage := self._stage) is not None:
             self.progress.asks(stage.taken)
@@ -140,7 +143,7 @@ class Alarm:
         """
         if not self.is_agreed:
             self._look_if_late()
-        elif error := self.progress.look(at_exit=at_exit):
+        elif error := self.progress.look(self._stillness.seconds(), at_exit=at_exit):
             self._listener.tell(self.series, self.others, error)
             self.hear(error)
         elif self.progress.all_left:

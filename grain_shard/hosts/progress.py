@@ -7,7 +7,6 @@ others go on, and a host that is one batch ahead.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 
@@ -47,6 +46,7 @@ class Progress:
         self._rounds, self._first, self._total = rounds, first, total
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
         self._asks, self._compare_at = Asks(), 0.0
+        self._places, self._same_since = dict[int, Place](), 0.0
         self._steps_in_time = _StepsInTime(rounds)
         self.is_at_end = self.all_left = False
 
@@ -72,16 +72,20 @@ class Progress:
             self._left_at = time.monotonic()
             self._place = Place(taken, "" if self.is_at_end else why)
 
-    def look(self, *, at_exit: bool = False) -> str | None:
+    def look(self, still_s: float = 0.0, *, at_exit: bool = False) -> str | None:
         """Posts the place of this host. The first host also compares the places of all hosts.
 
         Args:
+            still_s: Seconds for which the loop has stood still.
             at_exit: True if the process ends.
 
         Returns:
             The error that the first host has found; None if there is none.
         """
         place, rounds = self._place, self._rounds
+        # A loop stands still for half of `timeout_s` here, and then again at the first host.
+        long_s = rounds.timeout_s / 2
+        place = place._replace(is_still=place.left is None and still_s > long_s)
         if place != self._posted:
             if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
                 return None
@@ -95,15 +99,18 @@ class Progress:
             self.all_left = place.left is not None and bool(rounds.wait(_OVER, 1))
             return None
         places = {host: Place(*place) for host, place in rounds.get_all(_PLACES).items()}
+        if places != self._places:
+            self._places, self._same_since = places, time.monotonic()
+        same_s = time.monotonic() - self._same_since
         of = "" if self._total is None else f" of {self._total:,}"
-        error = left_early(places, len(rounds.hosts), self._first, of)
+        error = left_early(places, len(rounds.hosts), self._first, of, is_long=same_s > long_s)
         if error == "":
             rounds.put_once(_OVER, True)
             rounds.delete(f"{_PLACES}/")
             rounds.delete(f"{_ASKS}/")
             self.all_left = True
             return None
-        return error or self._steps_in_time.error(places)
+        return error or self._steps_in_time.error(places, same_s)
 
 
 class _StepsInTime:
@@ -111,27 +118,24 @@ class _StepsInTime:
 
     def __init__(self, rounds: Rounds):
         self._rounds, self._has_warned = rounds, False
-        self._places, self._still_since = dict[int, Place](), math.inf
 
-    def error(self, places: Mapping[int, Place]) -> str | None:
+    def error(self, places: Mapping[int, Place], same_s: float) -> str | None:
         """Warns once if hosts are one batch ahead of others.
 
         Args:
             places: The place of each host.
+            same_s: Seconds for which the places have been the same.
 
         Returns:
             The error, if the hosts that are ahead have reached the end of the data, and the others
             have not; None otherwise.
         """
-        now, at_end = time.monotonic(), {h for h, place in places.items() if place.left == ""}
-        if places != self._places:
-            self._places, self._still_since = dict(places), now
-        still_s = now - self._still_since
-        if self._has_warned and not (at_end and still_s > _ENDS_TOGETHER_S):
+        at_end = {h for h, place in places.items() if place.left == ""}
+        if self._has_warned and not (at_end and same_s > _ENDS_TOGETHER_S):
             return None
         asks = self._rounds.get_all(_ASKS)
         slow_steps_s = _STEPS_TO_END * max(map(step_s, asks.values()))
-        is_end = bool(at_end) and still_s > max(_ENDS_TOGETHER_S, slow_steps_s)
+        is_end = bool(at_end) and same_s > max(_ENDS_TOGETHER_S, slow_steps_s)
         ahead, behind = one_ahead(asks, AT_END if is_end else IN_RUN)
         if not ahead:
             return None
