@@ -84,8 +84,8 @@ class _OfIterator(ocp.args.CheckpointArgs):
             raise ShardingError(
                 f"{type(self).__name__} got a {type(self.iterator).__name__}, not an iterator of a"
                 " dataset that ends with .shard_to(mesh).",
-                remedy="call batches = iter(ds) once, loop over batches, and pass batches to"
-                f" {type(self).__name__}.",
+                remedy="call batches = iter(ds), or epochs = ds.epochs(n), once before the loop,"
+                f" and pass that object to {type(self).__name__}.",
             )
 
 

@@ -163,32 +163,32 @@ AT_BUILD = {
     ".batch cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
         "mesh:   data=4",
-        "call .batch(global_batch_size), once, before .shard_to. (A .map over batches may follow .shard_to.)",
+        "call .batch(global_batch_size), once, before .shard_to. (Call a function of batches in the loop.)",
     ),
     ".seed cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).seed(5),
         "mesh:   data=4",
-        "call .seed(s) above .shuffle, and so before .shard_to. (A .map over batches may follow .shard_to.)",
+        "call .seed(s) above .shuffle, and so before .shard_to. (Call a function of batches in the loop.)",
     ),
     ".filter cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).filter(bool),
         "mesh:   data=4",
-        "filter the records in grain_shard.feeds before .shard_to. (A .map over batches may follow .shard_to.)",
+        "filter the records in grain_shard.feeds before .shard_to. (Call a function of batches in the loop.)",
     ),
     ".shuffle cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).shuffle(seed=1),
         "mesh:   data=4",
-        "call .seed(s).shuffle() above .batch, and so before .shard_to. (A .map over batches may follow .shard_to.)",
+        "call .seed(s).shuffle() above .batch, and so before .shard_to. (Call a function of batches in the loop.)",
     ),
     ".repeat cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).repeat(3),
         "mesh:   data=4",
-        "loop over ds.epochs(n), or call .repeat(n) before .shard_to. (A .map over batches may follow .shard_to.)",
+        "loop over ds.epochs(n), or call .repeat(n) before .shard_to. (Call a function of batches in the loop.)",
     ),
     "[...] cannot follow .shard_to, whose batches are on the devices of all hosts.": (
         lambda: numbered(8, 4).shard_to(data_mesh(4))[1:],
         "mesh:   data=4",
-        "call seek(step) of an iterator, or slice the dataset before .shard_to. (A .map over batches may follow .shard_to.)",
+        "call seek(step) of an iterator, or slice the dataset before .shard_to. (Call a function of batches in the loop.)",
     ),
     "seek needs random access. Streams and feeds cannot jump to a step or a record.": (
         lambda: iter(stream(numbered(8, 4)).shard_to(data_mesh(4))).seek(0),
@@ -217,7 +217,7 @@ AT_BUILD = {
     ),
     "CheckpointSave got a ShardedDataset, not an iterator of a dataset that ends with .shard_to(mesh).": (
         lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
-        "call batches = iter(ds) once, loop over batches, and pass batches to CheckpointSave.",
+        "call batches = iter(ds), or epochs = ds.epochs(n), once before the loop, and pass that object to CheckpointSave.",
     ),
     ".mp_prefetch cannot follow .shard_to: a worker process must not hold a device.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),

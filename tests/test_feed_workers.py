@@ -99,7 +99,8 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
             ) as caught:
                 next(batches)
             assert caught.value.remedy == (
-                "do not keep an open file, connection, lock or ContextVar in the pipeline, because"
+                "do not keep an open file, connection, lock, threading.local or ContextVar in the"
+                " pipeline, because"
                 " it cannot be pickled. In a source, leave it out of the state that __getstate__"
                 " returns, and open it again in __setstate__, which runs in the worker. In feeds,"
                 " open it inside make_feed."

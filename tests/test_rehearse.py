@@ -159,7 +159,7 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
 NEVER_JOINED = (
     "rehearse: each of the 2 processes ran the whole job by itself, because none of them"
     " joined the others by jax.distributed.initialize(). Remedy: call jax.distributed.initialize(),"
-    " without arguments, at the top of the script, before any other use of JAX.\n"
+    " without arguments, before any other use of JAX.\n"
 )
 
 
@@ -178,7 +178,7 @@ NOT_JOINED = (
     "host 1 had not joined the other hosts: its call of jax.distributed.initialize() is missing,"
     " failed, or comes after another use of JAX. Each process then runs the whole job by itself,"
     " and the processes may disturb each other, for example in a folder that all of them write to."
-    " Remedy: call jax.distributed.initialize(), without arguments, at the top of the script,"
+    " Remedy: call jax.distributed.initialize(), without arguments,"
     " before any other use of JAX."
 )
 

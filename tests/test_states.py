@@ -460,7 +460,7 @@ def flip(record):
         (lambda ds: ds.map(crop).map(flip), ".map (flip) after .map (crop) was added"),
         (lambda ds: ds.map(dict).map(crop), ".map (dict) after .shuffle was added"),
         (lambda ds: ds.map(flip), ".map (flip) after .shuffle has other arguments, or was another"),
-        (lambda ds: ds, "1 of the transformations after .shuffle were removed"),
+        (lambda ds: ds, "a transformation after .shuffle was removed"),
         (lambda ds: ds.map(crop)[1:9], ".slice after .map (crop) was added"),
     ],
 )

@@ -153,7 +153,7 @@ class TestValidateBatchSize:
         build(24, batch).pipe(ValidateBatchSize(divisor))
         assert caplog.messages == [
             f"grain_shard: a batch of {batch} rows does not split into {divisor} shards, so each"
-            f" batch gets {padding} rows of padding."
+            f" batch gets {padding} more, as padding."
         ]
 
     @BOTH

@@ -233,7 +233,7 @@ class ShardedDataset(grain.IterDataset):
         raise ShardingError(
             f"{method} cannot follow .shard_to, whose batches are on the devices of all hosts.",
             mesh_axes=self.shardings.mesh_axes,
-            remedy=f"{instead} before .shard_to. (A .map over batches may follow .shard_to.)",
+            remedy=f"{instead} before .shard_to. (Call a function of batches in the loop.)",
         )
 
     def _refuse_workers(self) -> NoReturn:

@@ -61,7 +61,9 @@ class Transforms(str):
             if change == "insert":
                 return f"{now}{place} was added"
             if change == "delete":
-                return f"{i2 - i1} of the transformations{place} were removed"
+                if i2 - i1 == 1:
+                    return f"a transformation{place} was removed"
+                return f"{i2 - i1} transformations{place} were removed"
             if change == "replace":
                 return f"{now}{place} has other arguments, or was another transformation"
         return ""

@@ -36,14 +36,12 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, noting
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
+from grain_shard.threads.main_script import GUARD, refuse_repeated_initialize
+from grain_shard.threads.parcel import Parcel
 from grain_shard.threads.pickling import pickled, pickled_back
 from grain_shard.threads.tasks import Producer
 from grain_shard.threads.world import Elsewhere, World
 
-_GUARD = (
-    'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
-    " imports that script."
-)
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
 # In shared memory, each array of an element begins at a multiple of this many bytes.
@@ -67,13 +65,15 @@ class WorkerProcesses(Producer[Any]):
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
         refuse_in_worker()
+        refuse_repeated_initialize()
         # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
         # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
         self._make, self._world, self._is_closed = make, World(), False
         self._options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
         self._elements: grain.DatasetIterator | None = None
-        self._begun, self._failure = False, cast(TracebackType | None, None)
+        self._parcel: Parcel | None = None
+        self._taken, self._failure = 0, cast(TracebackType | None, None)
 
     def __next__(self) -> Any:
         """Returns the next element.
@@ -87,25 +87,33 @@ class WorkerProcesses(Producer[Any]):
             raise StopIteration
         elements = self._elements or self._started()
         try:
-            with contextlib.nullcontext() if self._begun else _blocked_signals():
+            with contextlib.nullcontext() if self._taken else _blocked_signals():
                 packed, sizes = next(elements)
         except Exception as error:
             self._failure = error.__traceback__
             if (code := re.search(r"terminated .* exit code (-?\d+)", str(error))) is not None:
-                error.add_note(f"grain_shard: {_why_it_ended(int(code[1]), self._begun)}")
+                error.add_note(f"grain_shard: {_why_it_ended(int(code[1]), self._taken > 0)}")
             raise
-        self._begun = True
+        self._taken += 1
+        if self._taken == self._options.num_workers:  # each worker has opened its parcel
+            self._remove_parcel()
         return _unpacked(packed, sizes)
 
     def _started(self) -> grain.DatasetIterator:
         let_grain_read_its_flags()
-        share = _Share(self._world, pickled(self._make))
+        self._parcel = Parcel(pickled(self._make))
+        share = _Share(self._world, self._parcel)
         self._elements = elements = iter(share.mp_prefetch(self._options, _begin_worker))
         return elements
+
+    def _remove_parcel(self) -> None:
+        if self._parcel is not None:
+            self._parcel.remove()
 
     def close(self) -> None:
         """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
+        self._remove_parcel()
         if elements is not None:
             with noting("while closing the worker processes"):
                 elements.close()
@@ -167,7 +175,7 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
     if exit_code >= 0:
         if begun:
             return "a function or a library in the worker ended the process."
-        return f"a worker ended before any batch. If no reason is above, {_GUARD}"
+        return f"a worker ended before any batch. If no reason is above, {GUARD}"
     names = {int(number): number.name for number in signal.Signals}
     killed = f"the signal {names.get(-exit_code, -exit_code)} killed the worker."
     if -exit_code == signal.SIGBUS:
@@ -203,7 +211,7 @@ def refuse_in_worker() -> None:
     if main is not None and main is not sys.modules["__main__"]:
         raise ShardingError(
             "a worker process imported the main script, whose loop would start more workers.",
-            remedy=_GUARD,
+            remedy=GUARD,
         )
 
 
@@ -214,20 +222,20 @@ class _Share(grain.IterDataset):
 
     Args:
         world: The world of the loop's thread.
-        make: The pickled function that makes the elements. It is given as bytes, because Grain
+        parcel: The pickled function that makes the elements. It is given as bytes, because Grain
             would make a copy of the function for each worker. And it is unpickled in the world,
             because that may import the user's modules.
     """
 
-    def __init__(self, world: World | Elsewhere, make: bytes):
+    def __init__(self, world: World | Elsewhere, parcel: Parcel):
         super().__init__()
-        self._world, self._make, self._worker = world, make, (0, 1)
+        self._world, self._parcel, self._worker = world, parcel, (0, 1)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         self._worker = sl.start, sl.step
 
     def __iter__(self) -> _ShareIterator:
-        return _ShareIterator(self._world, lambda: pickle.loads(self._make)(*self._worker))
+        return _ShareIterator(self._world, lambda: pickle.loads(self._parcel.open())(*self._worker))
 
 
 class _ShareIterator(grain.DatasetIterator):

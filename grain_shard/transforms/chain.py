@@ -88,6 +88,8 @@ def shard_to(
             the loop runs. For a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, the
             `ReadOptions` give the defaults of `num_threads` and `cpu_buffer_size`.
         num_workers: Number of Grain worker processes that make the batches in place of threads.
+            Each of them imports the main script. So its loop, and ``jax.distributed.initialize()``,
+            have to be under ``if __name__ == "__main__":``.
             With `feeds` each worker runs some of this host's feeds with `num_threads` threads, and
             at most one worker per feed is started.
         executor: A `concurrent.futures.Executor` that makes the batches in place of threads

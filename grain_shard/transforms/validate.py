@@ -83,7 +83,7 @@ class ValidateBatchSize(PlanStage):
                 )
             padding = up - global_batch_size
             logging.warning(
-                "grain_shard: %s, so each batch gets %d rows of padding.", problem, padding
+                "grain_shard: %s, so each batch gets %d more, as padding.", problem, padding
             )
         if self.shortfall is not None:
             problem = self.shortfall(-(-global_batch_size // self.divisor))

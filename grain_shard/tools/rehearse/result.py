@@ -87,8 +87,8 @@ class RehearsalResult:
                     " disturb each other, for example in a folder that all of them write to."
                 )
             ends.append(
-                f"{end} Remedy: call jax.distributed.initialize(), without arguments, at the top of"
-                " the script, before any other use of JAX."
+                f"{end} Remedy: call jax.distributed.initialize(), without arguments, before any"
+                " other use of JAX."
             )
         return ends
 
