@@ -250,7 +250,7 @@ def test_a_main_script_that_joins_the_hosts_when_a_worker_imports_it_is_refused(
     line = code.splitlines().index("jax.distributed.initialize()") + 1
     said = f"would call jax.distributed.initialize() again (line {line} of "
     assert result.exit_code == 1
-    assert said in result.outputs[result.failed_host]
+    assert any(said in output for output in result.outputs)
 
 
 class TestC10:

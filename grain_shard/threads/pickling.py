@@ -73,9 +73,9 @@ def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
             remedy="do not keep an open file, connection, lock, threading.local or ContextVar in"
-            " the pipeline, because it cannot be pickled. In a source, leave it out of the state that"
-            " __getstate__ returns, and open it again in __setstate__, which runs in the worker. In"
-            " feeds, open it inside make_feed.",
+            " the pipeline, because it cannot be pickled. In a source, leave it out of the state"
+            " that __getstate__ returns, and open it again in __setstate__, which runs in the"
+            " worker. In feeds, open it inside make_feed.",
         ) from error
 
 
