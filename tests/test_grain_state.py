@@ -88,3 +88,17 @@ def test_a_refused_state_changes_nothing(state, message):
         with pytest.raises(StateError, match=message):
             iterator.set_state(state)
         assert iterator.get_state() == before
+
+
+def test_a_state_that_grains_own_argument_saved_is_restored(tmp_path):
+    with (
+        ocp.CheckpointManager(tmp_path) as manager,
+        iter(records().batch(4).shard_to(data_mesh(2))) as taken,
+        iter(records().batch(4).shard_to(data_mesh(1))) as other,
+    ):
+        next(taken)
+        manager.save(1, args=ocp.args.Composite(data=grain.checkpoint.CheckpointSave(taken)))
+        manager.wait_until_finished()
+        assert list((tmp_path / "1" / "data").glob("process_0-of-*"))
+        other.read_state(tmp_path / "1" / "data")
+        assert ids(other) == ids(taken)

@@ -77,6 +77,15 @@ OTHER_RESULTS = 15 + 11
         "keras predict": "recipes",
         "restart": "saving",
         "numpy arrays": "data",
+        "num_workers": "other_machines",
+        "set_mesh": "options",
+        "PartitionSpec": "options",
+        "collate_fn": "coming_from",
+        "DistributedSampler": "coming_from",
+        "incarnation": "troubleshooting",
+        "hang": "troubleshooting",
+        "orbax": "saving",
+        "simulate hosts": "many_hosts",
     }.items(),
 )
 def test_the_search_shows_the_right_page_first(word, page, index):

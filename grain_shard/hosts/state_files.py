@@ -77,6 +77,8 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         state = read_object(directory / match[0])
         if KIND not in state:
             return {**state, PROCESSES: int(match[1])}
+        if is_shared(state):  # Grain's own CheckpointSave got an iterator of ours
+            return state
     remedy = (
         "restore on the number of hosts that saved the state, because a stream saves a state of its"
         " own on each host."

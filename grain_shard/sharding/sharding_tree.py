@@ -124,10 +124,11 @@ class ShardingTree:
         host, layouts = jax.process_index(), self.layouts()
         if host not in layouts:
             raise ShardingError(
-                f"host {host} has no device in the mesh, which has devices of hosts"
-                f" {', '.join(map(str, layouts))} only.",
+                f"host {host} has no device in the mesh. All its devices are of host"
+                f" {', '.join(map(str, layouts))}.",
                 mesh_axes=self.mesh_axes,
-                remedy="build the mesh from jax.devices(), or run the pipeline on those hosts.",
+                remedy="make the mesh of all jax.devices(), whose number is jax.device_count(), or"
+                " run the pipeline on hosts that have a device in it.",
             )
         return layouts[host]
 
