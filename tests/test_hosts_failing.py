@@ -79,7 +79,7 @@ def train(batches):
         if kind.startswith("the loop") and jax.process_index() == 2 and count == first_bad_batch:
             raise OSError("the bucket is gone")
         if kind == BEFORE and jax.process_index() == leaver and count == first_bad_batch:
-            break
+            sys.exit(3)
         loss = float(step(batch))
         if jax.process_index() == leaver and count == first_bad_batch:
             if kind.startswith("leaves by break"):
@@ -124,7 +124,7 @@ LEAVES = {
     "leaves by break": ("host 2 left the loop after batch 21 of 40 (its program ended)", 1),
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
-    "leaves before the step": ("host 2 left the loop after batch 21 of 40 (its program ended)", 1),
+    "leaves before the step": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }

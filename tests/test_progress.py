@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from grain_shard.hosts import exits
 from grain_shard.hosts.places import Place, left_early
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.stillness import Stillness
@@ -58,10 +59,13 @@ def test_a_host_that_left_before_its_step_is_named_once_the_others_stand_still(
     assert (found is None) == (error is None)
 
 
-@pytest.mark.parametrize(("timeout_s", "is_named"), [(0.0, True), (600.0, False)])
+@pytest.mark.parametrize(
+    ("timeout_s", "status", "is_named"), [(0.0, 1, True), (0.0, 0, False), (600.0, 1, False)]
+)
 def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_host(
-    timeout_s, is_named
+    timeout_s, status, is_named, monkeypatch
 ):
+    monkeypatch.setattr(exits, "status", lambda: status)  # of the host that has left
     store = KeyValues()
     hosts = [Progress(store.rounds(host, 2, timeout_s=timeout_s), 0, None) for host in range(2)]
     for progress in hosts:

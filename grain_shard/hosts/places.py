@@ -16,7 +16,7 @@ from grain_shard.hosts.compare import hosts_text
 _STOOD_STILL = (
     "stood still after that, most likely in the step of that batch.\n"
     "  remedy: leave the loop at the same batch on all hosts. If the loop was over, and a host"
-    " worked on alone, close the iterator before that work, or raise timeout_s of .shard_to."
+    " worked on alone, close the iterator before that work."
 )
 
 
@@ -28,11 +28,13 @@ class Place(NamedTuple):
         left: None while the loop goes on. Otherwise the reason for which it left, which is "" at
             the end of the data.
         is_still: True if the loop goes on, but has stood still for long, as in a collective.
+        has_failed: True if the loop was left by a `sys.exit` that asks for a status other than 0.
     """
 
     batches: int
     left: str | None
     is_still: bool = False
+    has_failed: bool = False
 
 
 def left_early(

@@ -27,6 +27,8 @@ _PLACES, _ASKS, _OVER = "places", "asks", "over"
 # Seconds between two comparisons of the times. When a host has reached the end of the data, the
 # others stand still if they take no batch for so many seconds, and for so many steps.
 _COMPARE_S, _ENDS_TOGETHER_S, _STEPS_TO_END = 4.0, 5.0, 3.0
+# Seconds for which the exit of a process waits for the other processes in plain JAX.
+_JAX_WAITS_S = 300.0
 
 
 class Progress:
@@ -90,7 +92,8 @@ class Progress:
             if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
                 return None
             why = exits.reason(place.left) if place.left else place.left
-            rounds.put(_PLACES, place._replace(left=why))
+            has_failed = bool(place.left) and exits.status() != 0
+            rounds.put(_PLACES, place._replace(left=why, has_failed=has_failed))
             self._posted = place  # the loop may have gone on meanwhile, so `_place` stays
         if time.monotonic() >= self._compare_at or place.left is not None:
             self._compare_at = time.monotonic() + _COMPARE_S
@@ -102,8 +105,11 @@ class Progress:
         if places != self._places:
             self._places, self._same_since = places, time.monotonic()
         same_s = time.monotonic() - self._same_since
+        # After a clean end of one host, another host may work on alone, as to export a model.
+        failed = any(place.has_failed for place in places.values())
+        is_long = same_s > (long_s if failed else max(long_s, _JAX_WAITS_S))
         of = "" if self._total is None else f" of {self._total:,}"
-        error = left_early(places, len(rounds.hosts), self._first, of, is_long=same_s > long_s)
+        error = left_early(places, len(rounds.hosts), self._first, of, is_long=is_long)
         if error == "":
             rounds.put_once(_OVER, True)
             rounds.delete(f"{_PLACES}/")
