@@ -43,7 +43,7 @@ from grain_shard.checkpoint import CheckpointSave
 from grain_shard.iteration.iterator import state_writer
 
 EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
-BEFORE = "leaves before the step"
+BEFORE, HANGS = "leaves before the step", "hangs in its source"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 leaver = 0 if kind.startswith("leaves") and kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -54,6 +54,8 @@ shards = grain_shard.ShardByMesh(mesh)
 def load(record):
     source_fails = jax.process_index() == 2 and not kind.startswith(("the loop", "leaves", "saved"))
     if source_fails and 0 <= 16 * first_bad_batch <= record:
+        if kind == HANGS:
+            time.sleep(600)  # the host is ended before
         raise OSError("the bucket is gone")
     return {"x": np.full(4, record, np.float32)}
 
@@ -62,8 +64,8 @@ records = grain.MapDataset.range(16 * 40).map(load)
 def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
-if kind == "random access" or kind.startswith(("the loop", "leaves", "saved")):
-    ds = records.batch(16).shard_to(mesh, timeout_s=10 if "before the step" in kind else 60)
+if kind in ("random access", HANGS) or kind.startswith(("the loop", "leaves", "saved")):
+    ds = records.batch(16).shard_to(mesh, timeout_s=10 if kind in (BEFORE, HANGS) else 60)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
@@ -125,6 +127,7 @@ LEAVES = {
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
     "leaves before the step": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
+    "hangs in its source": ("for the data of its next batch (timeout_s=10), and the other", 1),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }

@@ -63,7 +63,7 @@ def test_a_host_that_left_before_its_step_is_named_once_the_others_stand_still(
     ("timeout_s", "status", "is_named"), [(0.0, 1, True), (0.0, 0, False), (600.0, 1, False)]
 )
 def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_host(
-    timeout_s, status, is_named, monkeypatch
+    timeout_s, status, is_named, monkeypatch, caplog
 ):
     monkeypatch.setattr(exits, "status", lambda: status)  # of the host that has left
     store = KeyValues()
@@ -74,6 +74,8 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
     assert hosts[1].look(still_s=301) is None
     errors = [hosts[0].look(at_exit=True) or "" for _ in range(2)]
     assert ["host 1 stood still" in error for error in errors] == [is_named] * 2
+    # After a clean end it is first only a line of the log, once.
+    assert caplog.text.count("host 1 stood still") == (not status)
 
 
 def test_a_thread_is_still_if_it_waits_outside_the_standard_library():

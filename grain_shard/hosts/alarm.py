@@ -26,6 +26,7 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.blocked import end_if_blocked
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
+from grain_shard.hosts.own_data import OwnData
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.rounds import Rounds, runtime_client
 from grain_shard.hosts.stillness import Stillness
@@ -45,6 +46,7 @@ class Alarm:
         stage: The batches that the training loop takes.
         first: Number of batches before the first one of `stage`.
         total: Number of all batches, with those before `stage`; None if it is not known.
+        retries: Returns the number of this host's reads that were tried again so far.
         late: Raises an error if the other hosts have stopped waiting for this host's first batch.
 
     Attributes:
@@ -63,6 +65,7 @@ class Alarm:
         stage: Background[Any] | AgreedEnd[Any],
         first: int,
         total: int | None,
+        retries: Callable[[], int],
         late: Callable[[], None],
     ):
         self.series: str = rounds.name
@@ -75,6 +78,7 @@ class Alarm:
         self._is_over = False  # True after an error, at the end, and after `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         self._stillness = Stillness()
+        self._own_data = OwnData(rounds.host, rounds.timeout_s, retries)
         with _one_asks:
             self._listener = listener_of(runtime_client())
         self._listener.alarms[self.series] = self
@@ -143,11 +147,21 @@ class Alarm:
         """
         if not self.is_agreed:
             self._look_if_late()
-        elif error := self.progress.look(self._stillness.seconds(), at_exit=at_exit):
+        elif error := (
+            self._own_data.error(self._waits_for())
+            or self.progress.look(self._stillness.seconds(), at_exit=at_exit)
+        ):
             self._listener.tell(self.series, self.others, error)
             self.hear(error)
         elif self.progress.all_left:
             self._listener.alarms.pop(self.series, None)
+
+    def _waits_for(self) -> int | None:
+        """Returns the number of the batch that the loop waits for; None if it does not wait."""
+        stage = None if self._is_over else self._stage
+        if isinstance(stage, Background) and self.progress.waits(stage.taken):
+            return stage.taken
+        return None
 
     def _look_if_late(self) -> None:
         if not self.compares:

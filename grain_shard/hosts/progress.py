@@ -27,8 +27,9 @@ _PLACES, _ASKS, _OVER = "places", "asks", "over"
 # Seconds between two comparisons of the times. When a host has reached the end of the data, the
 # others stand still if they take no batch for so many seconds, and for so many steps.
 _COMPARE_S, _ENDS_TOGETHER_S, _STEPS_TO_END = 4.0, 5.0, 3.0
-# Seconds for which the exit of a process waits for the other processes in plain JAX.
-_JAX_WAITS_S = 300.0
+# After a clean end of one host, another host may work on alone, as to export a model, for so many
+# seconds. In plain JAX, the exit of a process waits 300 seconds for the other processes.
+_MAY_WORK_ALONE_S = 240.0
 
 
 class Progress:
@@ -49,6 +50,7 @@ class Progress:
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
         self._asks, self._compare_at = Asks(), 0.0
         self._places, self._same_since = dict[int, Place](), 0.0
+        self._has_warned = False  # True once the log has a line on loops that stand still
         self._steps_in_time = _StepsInTime(rounds)
         self.is_at_end = self.all_left = False
 
@@ -61,6 +63,14 @@ class Progress:
         if self._place.left is None:
             self._place = Place(taken + (self._first + taken != self._total), None)
             self._asks.note(taken)
+
+    def waits(self, taken: int) -> bool:
+        """Returns True if the loop waits for a batch.
+
+        Args:
+            taken: Number of batches that the loop has got.
+        """
+        return self._place.left is None and self._place.batches > taken
 
     def leave(self, taken: int, why: str) -> None:
         """Notes that the loop takes no more batches; a second call does nothing.
@@ -105,11 +115,14 @@ class Progress:
         if places != self._places:
             self._places, self._same_since = places, time.monotonic()
         same_s = time.monotonic() - self._same_since
-        # After a clean end of one host, another host may work on alone, as to export a model.
-        failed = any(place.has_failed for place in places.values())
-        is_long = same_s > (long_s if failed else max(long_s, _JAX_WAITS_S))
         of = "" if self._total is None else f" of {self._total:,}"
-        error = left_early(places, len(rounds.hosts), self._first, of, is_long=is_long)
+        error = left_early(places, len(rounds.hosts), self._first, of)
+        if error is None and same_s > long_s:
+            error = left_early(places, len(rounds.hosts), self._first, of, is_long=True)
+            failed = any(place.has_failed for place in places.values())
+            if error and not failed and same_s < _MAY_WORK_ALONE_S:
+                self._warn(error)
+                error = None
         if error == "":
             rounds.put_once(_OVER, True)
             rounds.delete(f"{_PLACES}/")
@@ -117,6 +130,12 @@ class Progress:
             self.all_left = True
             return None
         return error or self._steps_in_time.error(places, same_s)
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            text = "grain_shard: %s\n  Otherwise all hosts end %.0f s after they stood still."
+            logging.warning(text, problem, _MAY_WORK_ALONE_S)
 
 
 class _StepsInTime:

@@ -57,10 +57,17 @@ class Together:
             nothing.
         first: Number of batches before the first one of this connection.
         total: Number of all batches, with those before; None if it is not known.
+        retries: Returns the number of this host's reads that were tried again so far.
     """
 
-    def __init__(self, across: AcrossHosts | None, first: int = 0, total: int | None = None):
-        self._across, self._first, self._total = across, first, total
+    def __init__(
+        self,
+        across: AcrossHosts | None,
+        first: int = 0,
+        total: int | None = None,
+        retries: Callable[[], int] = int,
+    ):
+        self._across, self._first, self._total, self._retries = across, first, total, retries
         self._rounds = across and Rounds(across.hosts, across.timeout_s, across.series)
         self._alarm: Alarm | None = None
         self._agreed: str | None = None
@@ -90,7 +97,12 @@ class Together:
         if (rounds := self._rounds) is not None and self._alarm is None:
             self._begin(rounds)
             self._alarm = Alarm(
-                rounds, stage, self._first, self._total, late=lambda: rounds.check(_START)
+                rounds,
+                stage,
+                self._first,
+                self._total,
+                retries=self._retries,
+                late=lambda: rounds.check(_START),
             )
 
     def _begin(self, rounds: Rounds) -> None:

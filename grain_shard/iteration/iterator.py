@@ -194,11 +194,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         opened = host.open(position)
         batches = opened.batches
         first = host.next_batch(opened.position).get("next batch", 0)
-        together = Together(self._across, first, host.num_batches())
+        faults = opened.faults
+        together = Together(self._across, first, host.num_batches(), lambda: faults().retries)
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
-        compared = ComparedBatches(batches, opened.rereads, host.contents, opened.faults)
+        compared = ComparedBatches(batches, opened.rereads, host.contents, faults)
         placed = in_background(
             place, compared, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
@@ -211,7 +212,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 same_rows=host.rows == GLOBAL,
                 padding=lambda before: place.padding(host, before),
             )
-        meter.opens(opened.reads, opened.faults)
+        meter.opens(opened.reads, faults)
         run = Run(batches, placed, stage, together, opened.first_digest)
         return Cursor(run, opened.position, moves, digest)
 
