@@ -119,8 +119,9 @@ def shard_to(
             On several TPU slices "once" is an error, because the network between them is slow.
             "auto": "once" if the devices are in one slice and divide the batch, and "once" reads
             fewer rows, else "needed". It is also "needed" with fewer feeds than hosts.
-        timeout_s: Seconds that a host waits for another host before it raises. A host whose
-            training loop is busy elsewhere is waited for ten times as long.
+        timeout_s: Seconds that a host waits for another host, or for its own data, before it raises
+            on several hosts. A host whose training loop is busy elsewhere is waited for ten times
+            as long.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s. They are padded to a multiple of
