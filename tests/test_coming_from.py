@@ -97,6 +97,22 @@ def rows_of_the_page():
     return [cell for cell in cells if cell not in HEADS]
 
 
+@row("`Dataset`, `collate_fn`")
+def a_map_style_dataset_is_a_source_and_a_map_pads_its_records(mesh):
+    class Dataset:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return {"id": index, "tokens": np.arange(index)}
+
+    def padded(record):
+        return record | {"tokens": np.resize(record["tokens"], 20)}
+
+    ds = grain.MapDataset.source(Dataset()).map(padded).batch(8).shard_to(mesh)
+    assert [i for batch in ids(ds) for i in batch] == list(range(20))
+
+
 for keeper, beginnings in ELSEWHERE.items():
     row(*beginnings)(lambda mesh, keeper=keeper: assert_defined(keeper))
 

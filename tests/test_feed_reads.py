@@ -24,7 +24,7 @@ from grain_shard.spans import READ, recorded
 from grain_shard.streams import feeds
 from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
 from tests import text
-from tests.conftest import assert_ended, background_threads, data_mesh, eventually, wait
+from tests.conftest import assert_ended, background_threads, data_mesh, eventually, ids, wait
 from tests.counting_source import BatchedSource, Source, bad
 from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
@@ -186,9 +186,6 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
 NUMBERS = grain.MapDataset.range(9)
 UNKNOWN = {
     "a filter among the records": NUMBERS.filter(bool).to_iter_dataset(),
-    "an interleave": grain.experimental.InterleaveIterDataset(
-        [NUMBERS.to_iter_dataset()], cycle_length=1
-    ),
     "worker processes": NUMBERS.to_iter_dataset().mp_prefetch(
         grain.MultiprocessingOptions(num_workers=1)
     ),
@@ -198,6 +195,31 @@ UNKNOWN = {
 @pytest.mark.parametrize("ds", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_is_not_known_runs_as_it_was_written(ds):
     assert replace_read_ahead(ds, lambda records, _: pytest.fail("replaced")) is ds
+
+
+@pytest.mark.parametrize("are_made_one_by_one", [False, True])
+def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_one):
+    made = []
+
+    def record(i):
+        made.append(i)
+        return {"id": np.int32(i)}
+
+    def stream(k):
+        return grain.MapDataset.range(k, 2000, 4).map(record).to_iter_dataset()
+
+    numbers = grain.MapDataset.range(4)
+    streams = numbers.map(stream) if are_made_one_by_one else list(map(stream, range(4)))
+    ds = grain.experimental.InterleaveIterDataset(streams, cycle_length=3).batch(4)
+    expected = [batch["id"].tolist() for batch in ds]
+    made.clear()
+    got, ahead = [], []
+    with iter(ds.shard_to(data_mesh(1))) as batches:
+        for batch in batches:
+            got += ids([batch])
+            ahead.append(len(made) - 4 * len(got))
+    assert got == expected
+    assert max(ahead) <= 60  # of Grain alone it would be up to 500 of each stream
 
 
 def of_source(source, options):

@@ -311,6 +311,11 @@ def walk(ds: Any) -> Iterator[Any]:
         yield from walk(below)
 
 
+def is_run_by_workers(ds: grain.IterDataset) -> bool:
+    """Returns whether worker processes run a part of a stream, as after ``.mp_prefetch``."""
+    return any(hasattr(node, "_worker_init_fn") for node in walk(ds))
+
+
 def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
     """Returns the datasets at the beginning of a pipeline, which have no parents."""
     return [node for node in walk(ds) if not node.parents]

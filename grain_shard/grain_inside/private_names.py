@@ -90,6 +90,11 @@ def _packed() -> Any:
     return _more.FirstFitPackIterDataset(_STREAM, length_struct={"x": 2}, num_packing_bins=2)
 
 
+def _in_workers() -> Any:
+    (stream,) = _STREAM.mp_prefetch(grain.MultiprocessingOptions(1)).parents[0]._datasets
+    return stream
+
+
 class _Twice(grain.experimental.FlatMapTransform):
     max_fan_out = 2
 
@@ -140,6 +145,7 @@ PRIVATE_NAMES = {
     "_datasets": PrivateName(
         (lambda: _more.InterleaveIterDataset([_STREAM], cycle_length=1),), "", "interleaved streams"
     ),
+    "_worker_init_fn": PrivateName((_in_workers,), "Grain reads ahead for interleaved streams"),
     "_map_fn": PrivateName((lambda: _STREAM.map(str),), "", _STOPS),
     "_filter_fn": PrivateName((lambda: _STREAM.filter(bool),), "", _STOPS),
     "_transform": PrivateName((lambda: _more.FlatMapIterDataset(_STREAM, _Twice()),), "", _STOPS),

@@ -17,7 +17,7 @@ from typing import Any
 
 import grain
 
-from grain_shard.grain_inside.nodes import iter_batch_size, read_ahead
+from grain_shard.grain_inside.nodes import is_run_by_workers, iter_batch_size, read_ahead
 
 # A function that makes a stream of a `MapDataset`, given the options of ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
@@ -37,8 +37,7 @@ def replace_read_ahead(
     The user's functions are wrapped, so that a StopIteration in a function is an error.
 
     The nodes that follow these parts are copied, so that no node of the user changes. The streams
-    of an interleave, and so of ``.mp_prefetch``, are left as they are, because Grain does not list
-    them as parents.
+    of ``.mp_prefetch`` are left as they are, because other processes run them.
 
     Args:
         ds: A stream.
@@ -67,6 +66,8 @@ def replace_read_ahead(
             stream: Any = make_stream(found[0], options)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
+        if type(node) is grain.experimental.InterleaveIterDataset:
+            return _interleaved(node, make_stream)
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := _own(node, name))}
         if iter_batch_size(node) is not None:
@@ -90,6 +91,37 @@ def replace_read_ahead(
         return replaced(ds)
     except AttributeError:  # raised if this Grain names its private parts differently
         return ds
+
+
+def _interleaved(node: Any, make_stream: MakeStream) -> Any:
+    """Returns an interleave in whose streams other datasets read the random-access parts.
+
+    Grain does not list these streams as parents. Without our threads, each stream would keep 500
+    records ahead.
+
+    Args:
+        node: The interleave. Its streams may be in a `MapDataset` that makes them one by one.
+        make_stream: As in `replace_read_ahead`.
+    """
+    example = grain.MapDataset.range(1).to_iter_dataset()
+    if not is_run_by_workers(example.mp_prefetch(grain.MultiprocessingOptions(1))):
+        return node  # then no stream shows if workers run it, to which it has to be sent
+
+    def replaced(stream: Any) -> Any:
+        if not isinstance(stream, grain.IterDataset) or is_run_by_workers(stream):
+            return stream
+        return replace_read_ahead(stream, make_stream)
+
+    streams: Any = node._datasets
+    if isinstance(streams, grain.MapDataset):
+        others: Any = streams.map(replaced)
+    else:
+        others = list(map(replaced, streams))
+        if all(new is old for new, old in zip(others, streams, strict=True)):
+            return node
+    changed_node = copy.copy(node)
+    changed_node._datasets = others
+    return changed_node
 
 
 def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
