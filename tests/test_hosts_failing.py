@@ -127,7 +127,8 @@ LEAVES = {
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
     "leaves before the step": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
-    "hangs in its source": ("for the data of its next batch (timeout_s=10), and the other", 1),
+    # Its thread is still in the source. Meanwhile the others end, and JAX may end this host, too.
+    "hangs in its source": ("for the data of its next batch (timeout_s=10), and the other", None),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }
@@ -205,8 +206,8 @@ def test_a_host_that_leaves_or_is_ahead_while_the_others_go_on_ends_all_and_is_n
     (said, status), leaver = LEAVES[kind], 0 if kind.endswith("on host 0") else 2
     for output in outputs:
         assert said in output, "\n----\n".join(outputs)
-    assert codes[leaver] == status
-    assert 0 not in codes[:leaver] + codes[leaver + 1 :], codes
+    assert codes[leaver] == status or status is None
+    assert 0 not in codes, codes
 
 
 def test_a_save_of_hosts_at_different_batches_is_one_error_on_each(runs):
