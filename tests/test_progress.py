@@ -1,10 +1,12 @@
 """What a host tells of its loop, beside the loop. Hosts are threads of this process here."""
 
+import itertools
 import threading
 
 import pytest
 
 from grain_shard.hosts import exits
+from grain_shard.hosts.own_data import OwnData
 from grain_shard.hosts.places import Place, left_early
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.stillness import Stillness
@@ -98,3 +100,12 @@ def test_a_thread_is_still_if_it_waits_outside_the_standard_library():
     thread.join()
     assert ended.is_set()
     assert still.seconds() == 0
+
+
+def test_a_wait_for_own_data_is_too_long_unless_another_batch_or_another_try_came():
+    retries = itertools.count()
+    tries_again = OwnData(1, 0.0, lambda: next(retries))
+    goes_on, hangs = OwnData(1, 0.0, int), OwnData(1, 0.0, int)
+    eventually(lambda: (hangs.error(7) or "").startswith("host 1 has waited"))
+    assert [tries_again.error(7) for _ in range(3)] == [None] * 3
+    assert [goes_on.error(batch) for batch in (7, 8, None, 8)] == [None] * 4
