@@ -7,7 +7,7 @@ import pytest
 
 from grain_shard.hosts import exits
 from grain_shard.hosts.own_data import OwnData
-from grain_shard.hosts.places import Place, left_early
+from grain_shard.hosts.places import IN_SAVE, IN_STEP, Place, left_early
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.stillness import Stillness
 from tests.conftest import eventually
@@ -35,8 +35,10 @@ def test_a_loop_that_is_left_while_its_place_is_told_is_told_to_have_left():
 
 
 GONE, AT_END = Place(7, "break"), Place(7, "")
-GOES_ON, IS_STILL = Place(7, None), Place(7, None, is_still=True)
+GOES_ON, IS_STILL, SAVES = Place(7, None), Place(7, None, IN_STEP), Place(7, None, IN_SAVE)
+ENDED_AT_END = AT_END._replace(has_ended=True)
 LEFT = "host 0 left the loop after batch 7 (break), and host "
+ENDED = "host 0 left the loop after batch 7 (the end of the data), and host "
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,8 @@ LEFT = "host 0 left the loop after batch 7 (break), and host "
     [
         ([GONE, IS_STILL], True, LEFT + "1 stood still after that"),
         ([GONE, AT_END, IS_STILL], True, LEFT + "2 stood still after that"),
+        ([GONE, SAVES], True, LEFT + "1 stood still after that, in a save"),
+        ([ENDED_AT_END, IS_STILL], True, ENDED + "1 stood still after that"),
         ([GONE, IS_STILL], False, None),  # the step may last a little longer
         ([GONE, GOES_ON], True, None),  # a host evaluates, or saves, before it leaves
         ([GONE, IS_STILL, GOES_ON], True, None),  # in a step, the still host waits for the other
@@ -62,10 +66,16 @@ def test_a_host_that_left_before_its_step_is_named_once_the_others_stand_still(
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "status", "is_named"), [(0.0, 1, True), (0.0, 0, False), (600.0, 1, False)]
+    ("timeout_s", "status", "still", "is_named"),
+    [
+        (0.0, 1, IN_STEP, True),
+        (0.0, 0, IN_STEP, False),
+        (0.0, 0, IN_SAVE, True),
+        (600.0, 1, IN_STEP, False),
+    ],
 )
 def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_host(
-    timeout_s, status, is_named, monkeypatch, caplog
+    timeout_s, status, still, is_named, monkeypatch, caplog
 ):
     monkeypatch.setattr(exits, "status", lambda: status)  # of the host that has left
     store = KeyValues()
@@ -73,15 +83,16 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
     for progress in hosts:
         progress.asks(6)
     hosts[0].leave(7, "break")
-    assert hosts[1].look(still_s=301) is None
+    assert hosts[1].look(still) is None
     errors = [hosts[0].look(at_exit=True) or "" for _ in range(2)]
     assert ["host 1 stood still" in error for error in errors] == [is_named] * 2
     # After a clean end it is first only a line of the log, once.
-    assert caplog.text.count("host 1 stood still") == (not status)
+    assert caplog.text.count("host 1 stood still") == (not status and not is_named)
 
 
-def test_a_thread_is_still_if_it_waits_outside_the_standard_library():
-    still, lock, event, ended = Stillness(), threading.Lock(), threading.Event(), threading.Event()
+def test_a_thread_is_still_if_it_waits_outside_the_standard_library_or_in_a_save():
+    still, lock = Stillness(long_s=0.0), threading.Lock()
+    event, ended = threading.Event(), threading.Event()
 
     def loop():
         still.is_here()
@@ -94,12 +105,15 @@ def test_a_thread_is_still_if_it_waits_outside_the_standard_library():
     with lock:
         thread.start()
         eventually(lambda: still._clock is not None)
-        assert [still.seconds() for _ in range(3)] == [0.0] * 3
+        assert [still.still() for _ in range(3)] == [""] * 3
+        with still.in_save():
+            eventually(lambda: still.still() == IN_SAVE)
+        assert still.still() == ""
         event.set()
-        eventually(lambda: still.seconds() > 0)
+        eventually(lambda: still.still() == IN_STEP)
     thread.join()
     assert ended.is_set()
-    assert still.seconds() == 0
+    assert still.still() == ""
 
 
 def test_a_wait_for_own_data_is_too_long_unless_another_batch_or_another_try_came():

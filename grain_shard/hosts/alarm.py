@@ -57,6 +57,7 @@ class Alarm:
         is_agreed: True once the hosts have compared their pipelines.
         compares: True once this host has begun to compare.
         progress: How far the training loop has come.
+        stillness: Tells if the training loop has stood still for long.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Alarm:
         self.all_know = self.is_agreed = self.compares = False
         self._is_over = False  # True after an error, at the end, and after `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
-        self._stillness = Stillness()
+        # A loop stands still for half of `timeout_s` here, and then again at the first host.
+        self.stillness: Stillness = Stillness(rounds.timeout_s / 2)
         self._own_data = OwnData(rounds.host, rounds.timeout_s, retries)
         with _one_asks:
             self._listener = listener_of(runtime_client())
@@ -103,7 +105,7 @@ class Alarm:
     def asks(self) -> None:
         """Notes that the training loop asks for a batch. Each ``next`` calls this."""
         self._loop = threading.get_ident()
-        self._stillness.is_here()
+        self.stillness.is_here()
         self._listener.asked += 1
         if (stage := self._stage) is not None:
             self.progress.asks(stage.taken)
@@ -149,7 +151,7 @@ class Alarm:
             self._look_if_late()
         elif error := (
             self._own_data.error(self._waits_for())
-            or self.progress.look(self._stillness.seconds(), at_exit=at_exit)
+            or self.progress.look(self.stillness.still(), at_exit=at_exit)
         ):
             self._listener.tell(self.series, self.others, error)
             self.hear(error)

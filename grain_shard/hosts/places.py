@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from grain_shard.hosts.compare import hosts_text
 
-_STOOD_STILL = (
-    "stood still after that, most likely in the step of that batch.\n"
-    "  remedy: leave the loop at the same batch on all hosts. If the loop was over, and a host"
-    " worked on alone, close the iterator before that work."
+# What a loop most likely does that has stood still for long.
+IN_STEP, IN_SAVE = "most likely in the step of that batch", "in a save"
+_REMEDY = (
+    "  remedy: leave the loop at the same batch on all hosts, and call next and save equally often"
+    " on all of them. If the loop was over, and a host worked on alone, close the iterator before"
+    " that work."
 )
 
 
@@ -27,13 +29,16 @@ class Place(NamedTuple):
         batches: Number of batches of the iterator that the loop has got or asks for.
         left: None while the loop goes on. Otherwise the reason for which it left, which is "" at
             the end of the data.
-        is_still: True if the loop goes on, but has stood still for long, as in a collective.
+        still: `IN_STEP` or `IN_SAVE` if the loop goes on, but has stood still for long there; "" if
+            it has not.
+        has_ended: True if the loop was left, and the program has ended since.
         has_failed: True if the loop was left by a `sys.exit` that asks for a status other than 0.
     """
 
     batches: int
     left: str | None
-    is_still: bool = False
+    still: str = ""
+    has_ended: bool = False
     has_failed: bool = False
 
 
@@ -43,7 +48,8 @@ def left_early(
     """Returns an error if a host has left the loop, and another host has gone on.
 
     A host may also leave after it has got a batch, and before the step of that batch, as
-    ``zip(batches, range(n))`` does. Then the other hosts stand still in that step.
+    ``zip(batches, range(n))`` does. Or it called ``next`` once too often, and so reaches the end of
+    the data before the last step. Then the other hosts stand still in that step.
 
     Args:
         places: The place of each host that has posted one, by host.
@@ -61,18 +67,36 @@ def left_early(
         host 1 left the loop after batch 5 of 1,000 (sys.exit(3)), and host 0 went on.
     """
     at_end = sum(place.left == "" for place in places.values())
-    left = {host: place for host, place in places.items() if place.left}
-    least = min((place.batches for place in left.values()), default=math.inf)
+    gone = {host: place for host, place in places.items() if place.left}
+    num_left, least = len(gone) + at_end, _least(gone)
     ahead = [host for host, place in places.items() if place.batches > least]
     did = "went on."
-    if not ahead and left and is_long and len(places) == num_hosts:
-        going = {host: place for host, place in places.items() if place.left is None}
-        ahead = list(going) if all(place.is_still for place in going.values()) else []
-        did = _STOOD_STILL
+    if not ahead and is_long and len(places) == num_hosts:
+        gone = {host: place for host, place in places.items() if place.left or place.has_ended}
+        going = {host: place.still for host, place in places.items() if place.left is None}
+        ahead = list(going) if gone and all(going.values()) else []
+        did = f"stood still after that, {next(iter(going.values()), '')}.\n{_REMEDY}"
     if not ahead:
-        return "" if len(left) + at_end == num_hosts else None
-    behind = [host for host, place in left.items() if place.batches == least]
+        return "" if num_left == num_hosts else None
+    behind = [host for host, place in gone.items() if place.batches == _least(gone)]
+    left = gone[behind[0]]
     return (
-        f"{hosts_text(behind)} left the loop after batch {first + left[behind[0]].batches:,}{of}"
-        f" ({left[behind[0]].left}), and {hosts_text(ahead)} {did}"
+        f"{hosts_text(behind)} left the loop after batch {first + left.batches:,}{of}"
+        f" ({left.left or 'the end of the data'}), and {hosts_text(ahead)} {did}"
     )
+
+
+def _least(places: Mapping[int, Place]) -> float:
+    return min((place.batches for place in places.values()), default=math.inf)
+
+
+def may_work_alone(places: Mapping[int, Place]) -> bool:
+    """Returns True if a loop that stands still may do so without waiting for a host that left.
+
+    It does wait if that host left with an error, or if it waits in a save and that host has ended.
+
+    Args:
+        places: The place of each host.
+    """
+    saves = any(place.still == IN_SAVE for place in places.values())
+    return not any(place.has_failed or (saves and place.has_ended) for place in places.values())

@@ -15,7 +15,7 @@ from absl import logging
 from grain_shard.hosts import exits
 from grain_shard.hosts.asks import AT_END, IN_RUN, Asks, describe, one_ahead, step_s
 from grain_shard.hosts.compare import hosts_text
-from grain_shard.hosts.places import Place, left_early
+from grain_shard.hosts.places import Place, left_early, may_work_alone
 from grain_shard.hosts.rounds import Rounds
 
 # Seconds between the close of an iterator and the report that the loop was left. An error that
@@ -84,20 +84,19 @@ class Progress:
             self._left_at = time.monotonic()
             self._place = Place(taken, "" if self.is_at_end else why)
 
-    def look(self, still_s: float = 0.0, *, at_exit: bool = False) -> str | None:
+    def look(self, still: str = "", *, at_exit: bool = False) -> str | None:
         """Posts the place of this host. The first host also compares the places of all hosts.
 
         Args:
-            still_s: Seconds for which the loop has stood still.
+            still: What the loop most likely does that has stood still for long; "" if it has not.
             at_exit: True if the process ends.
 
         Returns:
             The error that the first host has found; None if there is none.
         """
         place, rounds = self._place, self._rounds
-        # A loop stands still for half of `timeout_s` here, and then again at the first host.
-        long_s = rounds.timeout_s / 2
-        place = place._replace(is_still=place.left is None and still_s > long_s)
+        is_going = place.left is None
+        place = place._replace(still=still * is_going, has_ended=at_exit and not is_going)
         if place != self._posted:
             if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
                 return None
@@ -117,10 +116,10 @@ class Progress:
         same_s = time.monotonic() - self._same_since
         of = "" if self._total is None else f" of {self._total:,}"
         error = left_early(places, len(rounds.hosts), self._first, of)
-        if error is None and same_s > long_s:
+        # The loop of another host has stood still for half of `timeout_s` when it is told here.
+        if error is None and same_s > rounds.timeout_s / 2:
             error = left_early(places, len(rounds.hosts), self._first, of, is_long=True)
-            failed = any(place.has_failed for place in places.values())
-            if error and not failed and same_s < _MAY_WORK_ALONE_S:
+            if error and may_work_alone(places) and same_s < _MAY_WORK_ALONE_S:
                 self._warn(error)
                 error = None
         if error == "":

@@ -1,10 +1,14 @@
-"""`Stillness`: the time for which a training loop has stood still, as in a collective."""
+"""`Stillness`: finds a training loop that stands still for long, in a collective or in a save."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
+
+from grain_shard.hosts.places import IN_SAVE, IN_STEP
 
 # Returns the clock of the processor time of a thread. macOS has none, and no loop is still there.
 _clock_of = getattr(time, "pthread_getcpuclockid", None)
@@ -14,14 +18,18 @@ _MAY_RUN_S, _MAY_RUN_PART = 0.002, 0.001
 
 
 class Stillness:
-    """Tells for how long the thread of a training loop has stood still.
+    """Tells if the thread of a training loop has stood still for long.
 
-    The thread then stays at one instruction and uses almost no processor time. It does not count as
-    still inside Python's standard library, where it waits for data, for a lock, for a subprocess or
-    for the network. No collective waits there.
+    The thread then waits for other hosts in a save, or it stays at one instruction and uses almost
+    no processor time. It does not count as still inside Python's standard library, where it waits
+    for data, for a lock, for a subprocess or for the network. No collective waits there.
+
+    Args:
+        long_s: Number of seconds that are long.
     """
 
-    def __init__(self):
+    def __init__(self, long_s: float):
+        self._long_s, self._saves = long_s, False
         self._thread, self._clock = threading.get_ident(), None
         self._where, self._ran_s, self._since = None, 0.0, 0.0
 
@@ -31,7 +39,21 @@ class Stillness:
         if _clock_of is not None and (self._clock is None or self._thread != thread):
             self._thread, self._clock = thread, _clock_of(thread)
 
-    def seconds(self) -> float:
+    @contextlib.contextmanager
+    def in_save(self) -> Iterator[None]:
+        """Notes that the loop waits for other hosts in the ``with`` block."""
+        self._saves, self._where = True, None
+        try:
+            yield
+        finally:
+            self._saves, self._where = False, None
+
+    def still(self) -> str:
+        """Returns `IN_STEP` or `IN_SAVE` if the thread has stood still for long there, else ""."""
+        is_long = self._seconds() > self._long_s
+        return (IN_SAVE if self._saves else IN_STEP) if is_long else ""
+
+    def _seconds(self) -> float:
         """Returns the seconds for which the thread has stood still, as calls of this method saw."""
         frame, clock, now = sys._current_frames().get(self._thread), self._clock, time.monotonic()
         if frame is None or clock is None:
@@ -40,6 +62,7 @@ class Stillness:
         may_run_s = _MAY_RUN_S + _MAY_RUN_PART * (now - self._since)
         module = frame.f_globals.get("__name__", "").partition(".")[0]
         is_still = where == self._where and ran_s - self._ran_s < may_run_s
-        if not is_still or module in sys.stdlib_module_names:
+        is_still &= module not in sys.stdlib_module_names
+        if self._where is None or not (is_still or self._saves):
             self._where, self._ran_s, self._since = where, ran_s, now
         return now - self._since

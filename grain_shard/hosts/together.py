@@ -215,12 +215,13 @@ class Together:
         if self._rounds is None or alarm is None or not alarm.compares or not fields:
             return
         self._rounds.put(_SAVE.format(save), fields)
-        self._rounds.verdict(
-            _SAVE.format(save),
-            compare_places,
-            stopped=lambda: self._is_closed or alarm.all_know,
-            patience=LOOPS_MAY_TAKE,  # a host may first write a large model
-        )
+        with alarm.stillness.in_save():
+            self._rounds.verdict(
+                _SAVE.format(save),
+                compare_places,
+                stopped=lambda: self._is_closed or alarm.all_know,
+                patience=LOOPS_MAY_TAKE,  # a host may first write a large model
+            )
         self._rounds.forget(_SAVE.format(save - 1))
         self.check()
 
