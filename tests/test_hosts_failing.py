@@ -44,6 +44,7 @@ from grain_shard.iteration.iterator import state_writer
 
 EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
 BEFORE, HANGS = "leaves before the step", "hangs in its source"
+BEFORE_SAVE = "leaves before a save"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 leaver = 0 if kind.startswith("leaves") and kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -65,7 +66,7 @@ def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
 if kind in ("random access", HANGS) or kind.startswith(("the loop", "leaves", "saved")):
-    ds = records.batch(16).shard_to(mesh, timeout_s=10 if kind in (BEFORE, HANGS) else 60)
+    ds = records.batch(16).shard_to(mesh, timeout_s=10 if kind in (BEFORE, BEFORE_SAVE, HANGS) else 60)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
@@ -88,6 +89,10 @@ def train(batches):
                 return
             if kind.startswith("leaves by sys.exit"):
                 sys.exit({"sys.exit(0)": 0, "sys.exit(3)": 3}.get(kind.split()[2], "out of memory"))
+        if kind == BEFORE_SAVE and count == first_bad_batch:
+            if jax.process_index() == leaver:
+                return
+            state_writer(batches)(pathlib.Path(__file__).parent)
         if kind.startswith("the loop is left") and count == 5:
             # As IPython does, this prints an error of a cell, and keeps it in sys.last_value.
             code.InteractiveInterpreter().runcode("raise OSError('of a cell')")
@@ -127,6 +132,7 @@ LEAVES = {
     "leaves by sys.exit(3)": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
     "leaves by sys.exit(0) on host 0": ("host 0 left the loop after batch 21 of 40 (sys.exit(0", 1),
     "leaves before the step": ("host 2 left the loop after batch 21 of 40 (sys.exit(3))", 3),
+    "leaves before a save": ("batch 21 of 40 (its program ended), and hosts 0, 1, 3 stood", 1),
     # Its thread is still in the source. Meanwhile the others end, and JAX may end this host, too.
     "hangs in its source": ("for the data of its next batch (timeout_s=10), and the other", None),
     "leaves by an extra next": ("host 2 is one batch ahead of host 0, by the times", 1),
