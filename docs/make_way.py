@@ -14,7 +14,7 @@ LEFT, RIGHT, BOTH = 0, 1, 2  # random access, streams, and every kind of pipelin
 # (column, step, its files), from the top down; two columns of one step stand side by side.
 STEPS = [
     [(BOTH, "1  shard_to: stages make a plan", "transforms/, reading/plan.py")],
-    [(BOTH, "2  iter: a run opens at a position", "iteration/iterator.py")],
+    [(BOTH, "2  iter: a run opens at a position", "iteration/iterator.py, run.py")],
     [
         (LEFT, "3  the records of the batch", "reading/cuts.py, record_batching.py"),
         (RIGHT, "3  a turn of each stream", "streams/turns.py"),
@@ -34,7 +34,7 @@ STEPS = [
     [(BOTH, "7  padding and the mask", "reading/padding.py")],
     [(BOTH, "8  a bounded buffer, in order", "threads/results.py")],
     [(BOTH, "9  onto the devices", "iteration/placing.py, sharding/assemble.py")],
-    [(BOTH, "10  next: the hosts agree", "hosts/compare.py, iteration/iterator.py")],
+    [(BOTH, "10  next: the hosts agree", "iteration/run.py, hosts/compare.py")],
 ]
 # Who does the steps from the first number to the second.
 LANES = [

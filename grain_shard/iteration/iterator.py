@@ -22,91 +22,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import grain
 
 from grain_shard.errors import GrainShardError, ShardingError, StateError, describe_mesh
-from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
-from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.hosts.together import AcrossHosts, Together
-from grain_shard.iteration.compared_batches import ComparedBatches
+from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.host_batches import HostBatches, Position
-from grain_shard.iteration.placing import Placed, Placer, Placing
+from grain_shard.iteration.placing import Placer
+from grain_shard.iteration.run import Parts, Run
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.threads.background import Background, in_background
 from grain_shard.threads.closing import log_unclosed
-from grain_shard.threads.tasks import Raised
 from grain_shard.threads.world import World
 from grain_shard.trees import Batch
-
-
-@dataclass(eq=False)
-class Run:
-    """The background work that makes the batches after one position of an iterator.
-
-    An iterator that goes to another position closes its run and opens another run there.
-
-    Attributes:
-        batches: This host's batches, in host memory.
-        placed: The global batches on the devices, made of `batches`.
-        stage: The batches of `placed` up to the end that all hosts agree on.
-        together: The connection to the same iterator on other hosts.
-        first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
-        is_started: True once the background threads were started.
-        has_compared: True once the hosts have compared their pipelines, and the contents of the
-            source were compared with the restored state.
-        end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
-    """
-
-    batches: Background[Any]
-    placed: Background[Placed]
-    stage: Background[Placed] | AgreedEnd[Placed]
-    together: Together
-    first_digest: Callable[[], str]
-    is_started: bool = False
-    has_compared: bool = False
-    end: Raised | None = None
-
-    def start(self) -> None:
-        """Starts the background threads; a second call does nothing."""
-        self.together.start(self.stage)
-        self.stage.start()
-        self.is_started = True
-
-    def close(self) -> None:
-        """Stops the background threads and waits for them. An interrupted call may be repeated."""
-        self.together.close()
-        self.stage.close()
-
-    @property
-    def is_running(self) -> bool:
-        """True if a background thread has not ended, for example inside the user's code."""
-        return any(t.is_alive() for stage in (self.batches, self.placed) for t in stage.threads)
-
-    def repeats(self, error: BaseException) -> bool:
-        """Returns True if an error is that of the background threads, which ``stage`` repeats."""
-        ends = self.batches.known().end, self.placed.known().end
-        return isinstance(error, StopIteration) or any(error is end for end in ends)
-
-    def let_go(self) -> None:
-        """Stops the background threads without waiting for them.
-
-        The garbage collector may call this at any point of any thread, which must not wait.
-        """
-        self.stage.stop()
-        self.placed.log_close_error()
-        self.together.close()
-
-    def __del__(self) -> None:
-        self.let_go()  # again, because an interrupt may have cut short the iterator's __del__
 
 
 class Cursor(NamedTuple):
@@ -174,144 +108,44 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     ):
         super().__init__()
         self.dataset = dataset
-        self._host, self._placer, self._is_closed = host, placer, False
-        self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._across, self._dropped = across, dropped
+        self._host, self._is_closed, self._dropped = host, False, dropped
         self._meter = Meter(mask_key=host.padding.mask_key)
+        self._parts = Parts(host, placer, self._meter, device_buffer_size, reshard, across)
         with counted_by(self._meter):
             self._world = World()
             self._at = self._open(None)
 
     def __repr__(self) -> str:
-        axes = describe_mesh(self._placer.mesh_axes)  # "" without a mesh, on a single device
+        axes = describe_mesh(self._parts.placer.mesh_axes)  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
-        begun = "under way" if self._at.run.placed.threads else "not begun"
+        begun = "under way" if self._at.run.has_begun else "not begun"
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
     def _open(self, position: Position | None, moves: int = 0, digest: str = "") -> Cursor:
-        host, meter = self._host, self._meter
-        opened = host.open(position)
-        batches = opened.batches
-        first = host.next_batch(opened.position).get("next batch", 0)
-        faults = opened.faults
-        together = Together(self._across, first, host.num_batches(), lambda: faults().retries)
-        # The threads refer to `place` and not to self: a thread that refers to self would keep the
-        # iterator from being collected.
-        place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
-        compared = ComparedBatches(batches, opened.rereads, host.contents, faults)
-        placed = in_background(
-            place, compared, buffer_size=self._device_buffer_size, name="grain-shard-device"
-        )
-        stage: Background[Placed] | AgreedEnd[Placed] = placed
-        if host.ends_by_vote:
-            stage = together.until_agreed_end(
-                placed,
-                batches,
-                remainder=host.padding.remainder,
-                same_rows=host.rows == GLOBAL,
-                padding=lambda before: place.padding(host, before),
-            )
-        meter.opens(opened.reads, faults)
-        run = Run(batches, placed, stage, together, opened.first_digest)
-        return Cursor(run, opened.position, moves, digest)
+        run = Run(self._parts, position)
+        return Cursor(run, run.begins_at, moves, digest)
 
     def __next__(self) -> Batch:
         if self._is_closed or self._at.is_broken or not self._at.run.is_started:
             self.start_prefetch()
         at = self._at
         try:
-            if at.run.end is not None:
-                at.run.end.throw()
-            batch, position, size = self._next_placed(at)
+            batch, position, size = at.run.next(at.position, at.digest)
             self._meter.handed_out(size)
             # The batch counts as handed out by this assignment, which is atomic.
             self._at = Cursor(at.run, position, at.moves)
             return batch
         except BaseException as error:
             self._at = at  # an interrupt may have come after the assignment
-            if not at.run.repeats(error):
-                self._end_or_break(at, error)
+            self._break_unless_raised_again(at, error)
+            if isinstance(error, StopIteration):
+                self._dropped = None
             raise
 
-    def _end_or_break(self, at: Cursor, error: BaseException) -> None:
-        """Keeps an error of the training loop's thread as the end, or breaks the run.
-
-        An error of this package stays. Any other error is an interrupt, after which a batch of the
-        run may be missing.
-        """
-        if isinstance(error, GrainShardError):
-            at.run.end = at.run.end or Raised(error, error.__traceback__)
-        elif (failure := at.run.together.interruption(error)) is not None:
-            # Before the other hosts are told, because a second interrupt may cut that short.
-            at.run.end = Raised(failure, None)
-            at.run.together.failed(error)
-        else:
+    def _break_unless_raised_again(self, at: Cursor, error: BaseException) -> None:
+        if not at.run.raises_again(error):
             self._at = at._replace(is_broken=True)
-
-    def _compare(self, at: Cursor) -> None:
-        """Compares the pipeline with the pipelines of other hosts and with the restored state.
-
-        Raises:
-            AgreementError: A field differs between hosts, or another host has failed.
-            StateError: The source has other contents than the restored state.
-        """
-        contents, run = self._host.contents, at.run
-        run.batches.wait_for(lambda: contents.is_read)
-        by_record = {
-            NOW: contents.by_record(contents.digest),
-            SAVED: contents.by_record(at.digest),
-        }
-        fields = {
-            **self._host.next_batch(at.position),
-            **self._placer.describe(),
-            CONTENTS: by_record,
-        }
-        if digest := run.first_digest():
-            fields[FIRST_BATCH] = digest
-        agreed = run.together.compare(fields, self._placer.digest, contents.is_steady)
-        if contents.digest and not agreed:
-            contents.leave_out()
-        contents.digest = agreed
-        run.has_compared = True
-
-    def _next_placed(self, at: Cursor) -> Placed:
-        """Waits for the next batch and returns it, in the final shardings.
-
-        If an error or the end comes in its place, this tells the other hosts. At the first batch of
-        a run, the hosts also compare their pipelines.
-
-        Raises:
-            StopIteration: The batches end, on every host.
-            BaseException: The error of the pipeline, or of another host.
-        """
-        together = at.run.together
-        together.asks()
-        with self._meter:
-            try:
-                placed = next(at.run.stage)
-            except StopIteration:
-                placed = None
-            except ShardingError as error:
-                together.failed(error)
-                # The stages before placement do not know the mesh, so the error gets it here.
-                raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
-            except BaseException as error:
-                together.failed(error)
-                raise
-            if placed is None:
-                # `ended` may raise the failure of another host. Outside the except block Python
-                # does not chain that failure to this host's StopIteration.
-                together.ended(self._host.next_batch(at.position))
-                self._dropped = None
-                if self._reshard is not None:
-                    self._reshard.wait()
-                raise StopIteration
-        if not at.run.has_compared:
-            self._compare(at)
-        return (
-            placed if self._reshard is None else placed._replace(batch=self._reshard(placed.batch))
-        )
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last batch that ``next`` returned, as plain JSON."""
@@ -519,7 +353,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         try:
             at.run.start()
         except BaseException as error:
-            self._end_or_break(at, error)
+            self._break_unless_raised_again(at, error)
             raise
 
     def close(self) -> None:

@@ -1,0 +1,210 @@
+"""`Run`: the background work that makes the batches after one position of an iterator.
+
+An iterator that goes to another position closes its run and opens another run there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
+from grain_shard.hosts.ends import AgreedEnd
+from grain_shard.hosts.together import AcrossHosts, Together
+from grain_shard.iteration.compared_batches import ComparedBatches
+from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.placing import Placed, Placer, Placing
+from grain_shard.sharding.reshard import Resharder
+from grain_shard.stats.meter import Meter
+from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.tasks import Raised
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an iterator that all its runs use.
+
+    Attributes:
+        host: The source of this host's batches.
+        placer: Puts the host's batches on the devices.
+        meter: Counts the batches, and measures the waits of the training loop.
+        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        reshard: Moves each batch to its final shardings when the batch is handed out. The thread
+            that calls ``next`` runs it, because it contains collectives. None leaves batches as
+            they are.
+        across: The hosts among which the iterator runs; None if the mesh has only one host.
+    """
+
+    host: HostBatches
+    placer: Placer
+    meter: Meter
+    device_buffer_size: int
+    reshard: Resharder | None
+    across: AcrossHosts | None
+
+
+class Run:
+    """The background work that makes the batches after one position.
+
+    Args:
+        parts: The parts of the iterator.
+        position: The position before the first batch; None for the beginning.
+
+    Attributes:
+        begins_at: The position before the first batch.
+        stage: The global batches on the devices, up to the end that all hosts agree on.
+        together: The connection to the same iterator on other hosts.
+        is_started: True once the background threads were started.
+        end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
+    """
+
+    def __init__(self, parts: Parts, position: Position | None):
+        host, meter = parts.host, parts.meter
+        opened = host.open(position)
+        self.begins_at, self._first_digest = opened.position, opened.first_digest
+        self._parts, self._batches = parts, opened.batches
+        self.is_started = self._has_compared = False
+        self.end: Raised | None = None
+        num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
+        self.together: Together = Together(
+            parts.across, num_before, host.num_batches(), lambda: faults().retries
+        )
+        # The threads refer to `place` and not to self: a thread that refers to self would keep the
+        # run from being collected.
+        place = Placing(parts.placer, meter, self.begins_at, keeps_last=host.ends_by_vote)
+        compared = ComparedBatches(opened.batches, opened.rereads, host.contents, faults)
+        self._placed: Background[Placed] = in_background(
+            place, compared, buffer_size=parts.device_buffer_size, name="grain-shard-device"
+        )
+        self.stage: Background[Placed] | AgreedEnd[Placed] = self._placed
+        if host.ends_by_vote:
+            self.stage = self.together.until_agreed_end(
+                self._placed,
+                opened.batches,
+                remainder=host.padding.remainder,
+                same_rows=host.rows == GLOBAL,
+                padding=lambda before: place.padding(host, before),
+            )
+        meter.opens(opened.reads, faults)
+
+    def start(self) -> None:
+        """Starts the background threads; a second call does nothing."""
+        self.together.start(self.stage)
+        self.stage.start()
+        self.is_started = True
+
+    def close(self) -> None:
+        """Stops the background threads and waits for them. An interrupted call may be repeated."""
+        self.together.close()
+        self.stage.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a background thread was started."""
+        return bool(self._placed.threads)
+
+    @property
+    def is_running(self) -> bool:
+        """True if a background thread has not ended, for example inside the user's code."""
+        return any(t.is_alive() for stage in (self._batches, self._placed) for t in stage.threads)
+
+    def next(self, position: Position, digest: str) -> Placed:
+        """Waits for the next batch and returns it, in the final shardings.
+
+        If an error or the end comes in its place, this tells the other hosts. At the first batch,
+        the hosts also compare their pipelines.
+
+        Args:
+            position: The position before the batch.
+            digest: The digest of a restored state that is not compared with the source yet; or "".
+
+        Raises:
+            StopIteration: The batches end, on every host.
+            BaseException: The error of the pipeline, or of another host.
+        """
+        if self.end is not None:
+            self.end.throw()
+        parts, together = self._parts, self.together
+        together.asks()
+        with parts.meter:
+            try:
+                placed = next(self.stage)
+            except StopIteration:
+                placed = None
+            except ShardingError as error:
+                together.failed(error)
+                # The stages before placement do not know the mesh, so the error gets it here.
+                raise error.with_mesh(parts.placer.mesh_axes)  # noqa: B904 (the same error)
+            except BaseException as error:
+                together.failed(error)
+                raise
+            if placed is None:
+                # `ended` may raise the failure of another host. Outside the except block Python
+                # does not chain that failure to this host's StopIteration.
+                together.ended(parts.host.next_batch(position))
+                if parts.reshard is not None:
+                    parts.reshard.wait()
+                raise StopIteration
+        if not self._has_compared:
+            self._compare(position, digest)
+        if parts.reshard is None:
+            return placed
+        return placed._replace(batch=parts.reshard(placed.batch))
+
+    def _compare(self, position: Position, digest: str) -> None:
+        """Compares the pipeline with the pipelines of other hosts and with the restored state.
+
+        Raises:
+            AgreementError: A field differs between hosts, or another host has failed.
+            StateError: The source has other contents than the restored state.
+        """
+        host, placer = self._parts.host, self._parts.placer
+        contents = host.contents
+        self._batches.wait_for(lambda: contents.is_read)
+        by_record = {
+            NOW: contents.by_record(contents.digest),
+            SAVED: contents.by_record(digest),
+        }
+        fields = {**host.next_batch(position), **placer.describe(), CONTENTS: by_record}
+        if first_digest := self._first_digest():
+            fields[FIRST_BATCH] = first_digest
+        agreed = self.together.compare(fields, placer.digest, contents.is_steady)
+        if contents.digest and not agreed:
+            contents.leave_out()
+        contents.digest = agreed
+        self._has_compared = True
+
+    def raises_again(self, error: BaseException) -> bool:
+        """Returns True if `next` raises an error again at each later call.
+
+        An error of a background thread, or of this package, is raised again. Any other error is an
+        interrupt, after which a batch may be missing: the run is then of no more use.
+
+        Args:
+            error: The error that ended a call of `start` or `next`.
+        """
+        ends = self._batches.known().end, self._placed.known().end
+        if isinstance(error, StopIteration) or any(error is end for end in ends):
+            return True
+        if isinstance(error, GrainShardError):
+            self.end = self.end or Raised(error, error.__traceback__)
+        elif (failure := self.together.interruption(error)) is not None:
+            # Before the other hosts are told, because a second interrupt may cut that short.
+            self.end = Raised(failure, None)
+            self.together.failed(error)
+        else:
+            return False
+        return True
+
+    def let_go(self) -> None:
+        """Stops the background threads without waiting for them.
+
+        The garbage collector may call this at any point of any thread, which must not wait.
+        """
+        self.stage.stop()
+        self._placed.log_close_error()
+        self.together.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "stage"):  # not if `host.open` has raised an error
+            self.let_go()  # again, because an interrupt may have cut short the iterator's __del__
