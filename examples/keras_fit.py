@@ -2,8 +2,8 @@
 
 `pip install keras`, and run `python examples/keras_fit.py --checkpoint-dir /tmp/keras`. It saves
 after each epoch and every 20 steps. Stop it at any time and start it again, on any number of hosts:
-it goes on after the last save, and ends with the same weights. With other data, another seed or
-another batch size it refuses to go on.
+it goes on after the last save, and ends with the same weights, but for rounding if the number of
+hosts changes. With other data, another seed or another batch size it refuses to go on.
 """
 
 import argparse
@@ -68,8 +68,7 @@ class Save(keras.callbacks.Callback):
         self.save()
 
     def save(self):
-        # `self.model` and no other reference to the model: only `self.model` gets its variables
-        # from the running step.
+        # In a step, Keras gives the new values to `self.model` alone.
         if jax.process_index() == 0:
             values = [np.asarray(variable.value) for variable in variables(self.model)]
             new = self.path.with_suffix(".new")
@@ -78,19 +77,24 @@ class Save(keras.callbacks.Callback):
 
 
 def restore(model, ds, path):
-    """Restores the last save, if there is one; returns the state of the pipeline after one batch.
+    """Restores the last save, if there is one.
+
+    Returns:
+        The state of the pipeline after its first batch. A save has it, too, so that a later run can
+        compare the two.
 
     Raises:
         grain_shard.errors.StateError: The pipeline is not the one of the save.
         SystemExit: Its batch size is not the same.
     """
     model.optimizer.build(model.trainable_variables)  # it has no variables before
-    with iter(ds.shard_to(keras_mesh())) as batches:
-        batches.seek(1)
+    with iter(ds.shard_to(keras_mesh(), jax.P("batch"))) as batches:
+        next(batches)
         data = batches.get_state()
         if path.exists():
             saved = pickle.loads(path.read_bytes())
             batches.set_state(saved["data"])
+            next(batches)  # compares the records with those of the save
             if saved["data"] != data:
                 raise SystemExit(f"{path} is of a run with another batch size")
             for variable, value in zip(variables(model), saved["values"], strict=True):
@@ -131,8 +135,9 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
 def predict(model, ds):
     """Returns the predictions for all records of a dataset, without padding, on every host."""
     of_batches = []
-    for batch in ds.shard_to(keras_mesh()):
-        values = model(batch["x"]), batch["valid_mask"]
+    for batch in ds.shard_to(keras_mesh(), jax.P("batch")):
+        # Without training=False, layers such as RandomFlip would change the rows.
+        values = model(batch["x"], training=False), batch["valid_mask"]
         rows, mask = process_allgather(values, tiled=True)
         of_batches.append(rows[mask])
     return np.concatenate(of_batches)

@@ -82,8 +82,8 @@ class _OfIterator(ocp.args.CheckpointArgs):
     def __post_init__(self):
         if not isinstance(self.iterator, ShardedIterator):
             raise ShardingError(
-                f"{type(self).__name__} got a {type(self.iterator).__name__}, not an iterator of a"
-                " dataset that ends with .shard_to(mesh).",
+                f"{type(self).__name__} got an object of type {type(self.iterator).__name__},"
+                " not an iterator of a dataset that ends with .shard_to(mesh).",
                 remedy="call batches = iter(ds), or epochs = ds.epochs(n), once before the loop,"
                 f" and pass that object to {type(self).__name__}.",
             )

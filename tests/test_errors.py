@@ -93,7 +93,7 @@ AT_BUILD = {
     "the spec names the mesh axis 'batch', which does not exist.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
         "spec:   P('batch')   mesh: data=4",
-        "name an axis of the mesh: 'data'.",
+        "name an axis of the mesh ('data'), or leave 'batch' out.",
     ),
     "the spec names the mesh axis 'data' twice.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
@@ -105,10 +105,10 @@ AT_BUILD = {
         "mesh:   dp=4, tp=2",
         "pass a spec that names the axis of the rows, e.g. PartitionSpec('dp').",
     ),
-    "the spec 'data' is not a PartitionSpec.": (
-        lambda: numbered(8, 8).shard_to(data_mesh(4), "data"),
-        "mesh:   data=4",
-        "pass jax.sharding.PartitionSpec('data'), or a tree of PartitionSpecs.",
+    "the spec 'tp' is not a PartitionSpec.": (
+        lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp")), "tp"),
+        "mesh:   dp=4, tp=2",
+        "pass jax.sharding.PartitionSpec('tp'), or a tree of PartitionSpecs.",
     ),
     "{} holds no sharding for any leaf of a batch.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), {}),
@@ -215,7 +215,7 @@ AT_BUILD = {
         lambda: grain_shard.feeds(lambda feed: numbered(8, 4), num_feeds=2).shard_to(data_mesh(4)),
         "call .batch(global_batch_size) on the feeds before .shard_to: feeds(...).batch(B).shard_to(mesh).",
     ),
-    "CheckpointSave got a ShardedDataset, not an iterator of a dataset that ends with .shard_to(mesh).": (
+    "CheckpointSave got an object of type ShardedDataset, not an iterator of a dataset that ends with .shard_to(mesh).": (
         lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
         "call batches = iter(ds), or epochs = ds.epochs(n), once before the loop, and pass that object to CheckpointSave.",
     ),
@@ -260,15 +260,15 @@ AT_FIRST_BATCH = {
     ),
     "batch['leaf1']: the leaf has no spec.": (
         lambda: dicts(lambda i: i, lambda i: i).shard_to(
-            data_mesh(4), {"leaf0": P("data"), "lable": P("data")}
+            data_mesh(4), {"leaf0": P("data"), "leaf": P("data"), "b": P()}
         ),
         "leaf:   int64[4]   mesh: data=4",
-        "in the specs, rename batch['lable'] to batch['leaf1']: the batch does not have batch['lable'].",
+        "in the specs, rename batch['leaf'] to batch['leaf1'].",
     ),
     "batch['leaf0']: the leaf has no spec.": (
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"a": P("data"), "b": P("data")}),
         "leaf:   int64[4]   mesh: data=4",
-        "in the specs, rename one of batch['a'], batch['b'] to batch['leaf0']: the batch does not have batch['a'], batch['b'].",
+        "add this leaf to the specs. The batch does not have batch['a'], batch['b'].",
     ),
     "batch['leaf2']: the leaf has no spec.": (
         lambda: dicts(lambda i: i, lambda i: i, lambda i: i).shard_to(
@@ -285,7 +285,9 @@ AT_FIRST_BATCH = {
         "give this leaf a single PartitionSpec.",
     ),
     "batch['lable']: the tree of specs names a leaf that the batch does not have.": (
-        lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
+        lambda: dicts(lambda i: i).shard_to(
+            data_mesh(4), {"leaf0": P("data"), "lable": P("data")}
+        ),
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": {}}),
         "mesh:   data=4",
         "remove this leaf from the specs, or correct its name.",

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -176,22 +177,26 @@ def test_a_run_that_changes_has_the_losses_of_one_that_does_not(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_axis_has_the_losses_of_one_host_on_two():
+def test_a_model_axis_has_the_losses_of_one_host_on_two_with_explicit_axes_and_goes_on(tmp_path):
     def losses_of(output):
         assert "kernel of the first layer: P(None, 'model')" in output
         return [float(loss) for loss in re.findall(r"^step .*: loss (.*)$", output, re.MULTILINE)]
 
-    command = [sys.executable, MODEL_AXIS]
+    def on_two_hosts(folder):
+        words = [MODEL_AXIS, "--distributed", "--explicit", "--checkpoint-dir", folder]
+        done = rehearse.run_script(words, hosts=2, devices_per_host=4, timeout_s=300)
+        assert done.exit_code == 0, done.outputs
+        return [losses_of(output) for output in done.outputs]
+
+    command = [sys.executable, MODEL_AXIS, "--checkpoint-dir", tmp_path / "one"]
     here = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert here.returncode == 0, here.stderr
-    words = [MODEL_AXIS, "--distributed"]
-    done = rehearse.run_script(words, hosts=2, devices_per_host=4, timeout_s=300)
-    assert done.exit_code == 0, done.outputs
     expected = losses_of(here.stdout)
     assert len(expected) == 4
     assert expected[-1] < expected[0] / 4, "it learns"
-    for output in done.outputs:
-        np.testing.assert_allclose(losses_of(output), expected, rtol=1e-3)
+    np.testing.assert_allclose(on_two_hosts(tmp_path / "two"), [expected] * 2, rtol=1e-3)
+    shutil.rmtree(tmp_path / "one" / "160")
+    np.testing.assert_allclose(on_two_hosts(tmp_path / "one"), [expected[3:]] * 2, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("script", "lines"), [(CLASSIFIER, 150), (LANGUAGE_MODEL, 200)])

@@ -65,8 +65,8 @@ def with_step(batch):
     return batch | {"step": 3}
 
 
-def loaded(batch):
-    return grain_shard.from_iterable([batch] * 2, rows="global")
+def loaded(element):
+    return grain_shard.from_iterable([element] * 2, rows="global")
 
 
 WITH_BATCH = {
@@ -79,15 +79,28 @@ WITH_BATCH = {
     "batches cut anew": lambda: grain.experimental.RebatchIterDataset(
         records().to_iter_dataset().batch(16), 8
     ),
-    "a stream of one's own": lambda: Made(lambda i: with_step(whole_batch(i))),
-    "another library's": lambda: loaded(with_step(whole_batch(0))),
-    "a map over another library's": lambda: loaded(whole_batch(0)).map(with_step),
+    "a stream of one's own": lambda: Made(whole_batch),
+    "another library's": lambda: loaded(whole_batch(0)),
 }
 
 
 @pytest.mark.parametrize("build", WITH_BATCH.values(), ids=WITH_BATCH)
 def test_what_makes_batches_is_taken_without_a_word(build):
     assert first(build())["image"].shape[-1] == 4
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: loaded(labeled(0)),
+        lambda: Made(lambda i: with_step(whole_batch(i))),
+        lambda: loaded(whole_batch(0)).map(with_step),
+    ],
+)
+def test_a_stream_of_ones_own_may_have_a_number_of_the_batch_so_it_only_warns(build):
+    with pytest.warns(UserWarning, match=r"a number for all 16 rows .* call \.batch") as warned:
+        assert first(build())["image"].shape[-1] == 4
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("make", [image, whole_batch])

@@ -66,7 +66,8 @@ def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
 if kind in ("random access", HANGS) or kind.startswith(("the loop", "leaves", "saved")):
-    ds = records.batch(16).shard_to(mesh, timeout_s=10 if kind in (BEFORE, BEFORE_SAVE, HANGS) else 60)
+    timeout_s = 10 if kind in (BEFORE, BEFORE_SAVE, HANGS) else 60
+    ds = records.batch(16).shard_to(mesh, timeout_s=timeout_s)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")

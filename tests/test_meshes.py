@@ -70,7 +70,7 @@ def test_global_batch_size():
 def test_an_axis_that_the_mesh_does_not_have(use):
     with pytest.raises(ShardingError, match="'batch', which does not exist") as error:
         use(create_2d_mesh())
-    assert error.value.remedy == "name an axis of the mesh: 'data', 'model'."
+    assert error.value.remedy == "name an axis of the mesh ('data', 'model'), or leave 'batch' out."
     assert "data=4, model=2" in str(error.value)
 
 

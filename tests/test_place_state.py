@@ -138,7 +138,7 @@ def test_a_long_list_of_paths_is_cut(mesh):
             {"kernel": P("modle")},
             "the spec names the mesh axis 'modle', which does not exist.\n"
             "  spec:   P('modle')   mesh: data=8\n"
-            "  remedy: name an axis of the mesh: 'data'.",
+            "  remedy: name an axis of the mesh ('data'), or leave 'modle' out.",
         ),
         (
             {"down/kernel": P(None, "data")},

@@ -204,19 +204,20 @@ def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
-def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether the elements of a pipeline may be batches.
+def makes_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Returns whether a pipeline has a ``.batch``.
 
-    They may not if a random-access pipeline has no ``.batch``. A pipeline that begins with an
-    `IterDataset`, such as a user's own class, may yield batches anyway. A dataset of this package
-    that makes batches has a true attribute ``makes_batches``.
+    A dataset of this package that makes batches has a true attribute ``makes_batches``.
     """
     return any(
-        type(node) in (_BATCH, _ITER_BATCH, _REBATCH)
-        or getattr(node, "makes_batches", False)
-        or (isinstance(node, grain.IterDataset) and not node.parents)
+        type(node) in (_BATCH, _ITER_BATCH, _REBATCH) or getattr(node, "makes_batches", False)
         for node in walk(ds)
     )
+
+
+def begins_with_stream(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Returns whether a pipeline begins with an `IterDataset`, which may yield batches itself."""
+    return any(isinstance(node, grain.IterDataset) and not node.parents for node in walk(ds))
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:

@@ -263,9 +263,10 @@ class RandomAccess(HostBatches):
             stands = ", ".join(f"{key} {shortened(state[key])}" for key in keys)
             raise StateError(
                 f"the state is at {stands}, and this dataset of"
-                f" {self._batching.num_batches():,} batches has no such position.\n  remedy: pass"
-                " set_state() the state that get_state() returned, unchanged. The pipeline needs at"
-                " least as many epochs as the pipeline that saved the state."
+                f" {self._batching.num_batches():,} batches has no such position.\n  remedy:"
+                " give the pipeline at least as many epochs as the pipeline that saved the state,"
+                " by .repeat(n) or .epochs(n); and pass the state that get_state() returned,"
+                " unchanged."
             )
         return progress
 

@@ -14,11 +14,12 @@ from grain_shard.trees import FlatBatch
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
     """Raises an error if an element is a record and no batch, and warns if it may be a record.
 
-    A pipeline with a ``.batch`` passes. A pipeline that begins with a `grain.IterDataset`, such as
-    one from `from_iterable`, passes, too, because that dataset may yield batches itself.
+    A pipeline with a ``.batch`` passes. In any other pipeline, an element with a scalar beside
+    arrays is a record. An element without a scalar may be a record or a batch, and a random-access
+    pipeline gets a warning.
 
-    In any other pipeline, an element with a scalar beside arrays is a record. An element without a
-    scalar may be a record or a batch, and a random-access pipeline gets a warning.
+    A pipeline that begins with a `grain.IterDataset`, such as one from `from_iterable`, may yield
+    batches itself, with a number for all rows of a batch. So a scalar gets only a warning there.
 
     Args:
         ds: The pipeline.
@@ -27,10 +28,20 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     Raises:
         ShardingError: The element is a record.
     """
-    if nodes.may_make_batches(ds):
+    if nodes.makes_batches(ds):
         return
+    may_be_batch = nodes.begins_with_stream(ds)
     for path, array in zip(element.paths, element.arrays, strict=True):
-        if not array.ndim:
+        if array.ndim:
+            continue
+        if may_be_batch:
+            warnings.warn(
+                f"{path} is {describe_leaf(array)}, a number for all {element.rows} rows of the"
+                " batch. If the element is a single record, call .batch(global_batch_size) before"
+                " .shard_to.",
+                stacklevel=2,
+            )
+        else:
             raise ShardingError(
                 "no .batch stands in the pipeline, so each record would be split along dim 0, like"
                 " a batch of rows. But this leaf is a scalar, and has no dim 0.",

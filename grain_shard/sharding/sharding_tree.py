@@ -8,6 +8,7 @@ always replicated.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -302,7 +303,7 @@ class ShardingTree:
     ) -> KeyPath:
         """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.
 
-        An error also names the entries of `prefix` that are `unused`, which may be misspelled.
+        An error also names the entries of `prefix` that are `unused`, which may be misspelt.
 
         Raises:
             ShardingError: No start of the leaf's key path is in `prefix`.
@@ -311,13 +312,13 @@ class ShardingTree:
             if not is_empty(prefix.get(keys[:depth])):
                 return keys[:depth]
         problem = "the leaf has no spec."
-        names = ", ".join(map(path_of, unused))
         remedy = "add this leaf to the specs."
         if unused:
-            which = f"one of {names}" if len(unused) > 1 else names
-            remedy = (
-                f"in the specs, rename {which} to {path_of(keys)}: the batch does not have {names}."
-            )
+            names = ", ".join(map(path_of, unused))
+            remedy = f"add this leaf to the specs. The batch does not have {names}."
+            by_name = {_last_name(head): path_of(head) for head in unused}
+            if similar := difflib.get_close_matches(_last_name(keys), by_name, n=1):
+                remedy = f"in the specs, rename {by_name[similar[0]]} to {path_of(keys)}."
         if any(head[: len(keys)] == keys for head in prefix):
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."
@@ -328,3 +329,7 @@ class ShardingTree:
             mesh_axes=self.mesh_axes,
             remedy=remedy,
         )
+
+
+def _last_name(keys: KeyPath) -> str:
+    return jax.tree_util.keystr(keys[-1:], simple=True)

@@ -132,10 +132,11 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
     spec = PartitionSpec() if spec is None else spec
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
+        axis = spec if spec in mesh.axis_names else mesh.axis_names[0]
         raise ShardingError(
             f"the spec {spec!r} is not a PartitionSpec.",
             mesh_axes=axes,
-            remedy="pass jax.sharding.PartitionSpec('data'), or a tree of PartitionSpecs.",
+            remedy=f"pass jax.sharding.PartitionSpec({axis!r}), or a tree of PartitionSpecs.",
         )
     if PartitionSpec.UNCONSTRAINED in spec:
         raise ShardingError(
@@ -150,7 +151,8 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
             wrong, remedy = " twice", "use each mesh axis at most once in the spec."
             if name not in mesh.axis_names:
                 wrong = ", which does not exist"
-                remedy = f"name an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
+                its_axes = ", ".join(map(repr, mesh.axis_names))
+                remedy = f"name an axis of the mesh ({its_axes}), or leave {name!r} out."
             raise ShardingError(
                 f"the spec names the mesh axis {name!r}{wrong}.",
                 spec=spec,

@@ -90,8 +90,8 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
 def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
     """Returns the error for a file that array_record could not open."""
     remedy = (
-        "write the file again, or leave it out. Read files of other kinds, such as Parquet, with"
-        " grain_shard.feeds (docs/data.md)."
+        "close the writer of the file, or write the file again, or leave it out. Read other files,"
+        " such as Parquet, with grain_shard.feeds (docs/data.md)."
     )
     if path.startswith(BUCKET):
         remedy = (

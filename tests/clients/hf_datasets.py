@@ -3,7 +3,7 @@
 # dependencies = ["datasets==5.2.0", "orbax-checkpoint==0.12.8", "jax==0.11.1", "jaxlib==0.11.1"]
 #
 # [tool.clients]
-# lowest = ["datasets==3.1.0", "orbax-checkpoint==0.12.0", "jax==0.10.0", "jaxlib==0.10.0"]
+# lowest = ["datasets==3.1.0", "orbax-checkpoint==0.11.32", "jax==0.9.0", "jaxlib==0.9.0"]
 # ///
 """Hugging Face `datasets`: a table on disk, shuffled and mapped by `datasets`, read by row."""
 

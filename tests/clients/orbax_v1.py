@@ -3,7 +3,7 @@
 # dependencies = ["orbax-checkpoint==0.12.8", "jax==0.12.0.1", "jaxlib==0.12.0.1"]
 #
 # [tool.clients]
-# lowest = ["orbax-checkpoint==0.12.0", "jax==0.10.0", "jaxlib==0.10.0"]
+# lowest = ["orbax-checkpoint==0.11.32", "jax==0.9.0", "jaxlib==0.9.0"]
 # lowest-python = "==3.11.*"
 # ///
 """Orbax's v1 API: its `Checkpointer` saves the model and the data, on 1 and on 2 hosts."""

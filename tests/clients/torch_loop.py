@@ -3,7 +3,7 @@
 # dependencies = ["torch==2.13.0", "torchdata==0.11.0", "jax==0.10.2", "jaxlib==0.10.2"]
 #
 # [tool.clients]
-# lowest = ["torch==2.13.0", "jax==0.10.0", "jaxlib==0.10.0"]
+# lowest = ["torch==2.13.0", "jax==0.9.0", "jaxlib==0.9.0"]
 # note = "only this torch: others bring gigabytes of CUDA"
 # ///
 """A loop over a PyTorch `DataLoader` with a `DistributedSampler`, saved by `torch.save`."""
