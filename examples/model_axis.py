@@ -81,12 +81,12 @@ with (
 ):
     model = nnx.jit(lambda: Model(nnx.Rngs(0)))()  # inside of jit, so that it is sharded at once
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    if (step := checkpoints.latest_step()) is not None:
+    if last := checkpoints.latest_step():
         state = ocp.args.StandardRestore(nnx.state((model, optimizer)))
         items = ocp.args.Composite(state=state, data=CheckpointRestore(batches))
-        nnx.update((model, optimizer), checkpoints.restore(step, args=items).state)
-        print(f"goes on after step {step}", flush=True)
-    for step, batch in enumerate(batches, start=1 + (step or 0)):
+        nnx.update((model, optimizer), checkpoints.restore(last, args=items).state)
+        print(f"goes on after step {last}", flush=True)
+    for step, batch in enumerate(batches, start=1 + (last or 0)):
         loss = train_step(model, optimizer, batch)
         if step % SAVE_EVERY == 0:
             print(f"step {step:3}: loss {loss:.5f}", flush=True)

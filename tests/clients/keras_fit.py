@@ -125,7 +125,7 @@ def check_script(check, rehearsed, folder):
     for name, pattern, replacement, refusal in (
         ("batch_size.py", r"(?<=EPOCHS = )128", "64", "is of a run with another batch size"),
         ("seed.py", r"(?<=\.seed\()42", "7", "the state was saved by another pipeline: seeds"),
-        ("data.py", r"(?<=default_rng\()0", "1", "the source has changed since the state was saved"),
+        ("data.py", r"(?<=default_rng\()0", "1", "the source has changed since the state was"),
     ):
         done = run(changed(name, pattern, replacement), 1, 3, "script")
         check(f"{name} is refused", done.exit_code == 1 and refusal in done.outputs[0])
