@@ -285,9 +285,7 @@ AT_FIRST_BATCH = {
         "give this leaf a single PartitionSpec.",
     ),
     "batch['lable']: the tree of specs names a leaf that the batch does not have.": (
-        lambda: dicts(lambda i: i).shard_to(
-            data_mesh(4), {"leaf0": P("data"), "lable": P("data")}
-        ),
+        lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": {}}),
         "mesh:   data=4",
         "remove this leaf from the specs, or correct its name.",
