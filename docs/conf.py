@@ -37,6 +37,7 @@ if "GITHUB_REPOSITORY" in os.environ:  # GitHub's name of the repository that bu
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = [("pictures.js", {"defer": "defer"})]
+html_search_scorer = f"{os.path.dirname(__file__)}/scorer.js"  # Sphinx looks in the working folder
 nb_ipywidgets_js = {}  # nothing is loaded from elsewhere
 
 nb_execution_mode = "off"  # notebooks/run.py runs them; the site shows the outputs that they have
@@ -62,35 +63,80 @@ PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
 FOUND_BY = {
     ("saving", "# Save, stop and resume"): [
         *("checkpoints", "resume", "restart", "states", "checkpoint orbax", "orbax"),
+        *("resume training", "restore model", "stopping", "different number of hosts"),
+        "resume other number of hosts",
     ],
-    ("changing_runs", "## Epochs"): ["epochs", "seeds", "shuffle", "shuffle seed"],
-    ("contract", "## C2, C3, C6: padding and the mask"): ["padding"],
-    ("contract", "## C13: the same record for every reader"): ["threads", "lock", "thread safe"],
-    ("examples/README", "# Examples"): ["nnx", "partitioning", "model axis", "tensor parallel"],
-    ("evaluation", "# Evaluation with a mask"): ["evaluation", "masks", "validation"],
+    ("changing_runs", "## Another batch size"): ["change batch size"],
+    ("changing_runs", "## Epochs"): [
+        *("epochs", "seeds", "shuffle", "shuffle seed", "shuffle without seed"),
+        *("steps per epoch", "reshuffle each epoch", "current epoch"),
+    ],
+    ("contract", "# The contract"): [
+        *("number of steps", "reproducible", "deterministic", "recompiles", "recompilation"),
+    ],
+    ("contract", "## C1, C4: which rows a host reads"): ["global batch size"],
+    ("contract", "## C2, C3, C6: padding and the mask"): [
+        *("padding", "valid_mask", "batch size", "last batch"),
+    ],
+    ("contract", "## C13: the same record for every reader"): [
+        *("threads", "lock", "thread safe", "thread safety"),
+    ],
+    ("examples/README", "# Examples"): [
+        *("nnx", "partitioning", "model axis", "tensor parallel", "model parallel"),
+        *("sharded parameters", "losses differ", "augmentation"),
+    ],
+    ("evaluation", "# Evaluation with a mask"): [
+        *("evaluation", "masks", "validation", "validation set", "exact evaluation"),
+    ],
+    ("evaluation", "## Metrics"): ["loss divides by padding"],
     ("troubleshooting", "# Troubleshooting"): ["hang"],
     ("troubleshooting", "## An error of JAX or Python"): [
         *("OOM", "out of memory", "has no attribute", "incarnation", "explicit axes"),
+        *("explicit sharding", "ShardingTypeError"),
     ],
+    ("troubleshooting", "## A pipeline or its data is refused"): [
+        *("wrong batch size", "variable length", "max_length"),
+    ],
+    ("coming_from", "## Grain alone"): ["batch per host"],
     ("coming_from", "## PyTorch"): ["map-style dataset", "collate_fn", "DistributedSampler"],
-    ("coming_from", "## An old loader, as it is"): ["WebDataset"],
+    ("coming_from", "## An old loader, as it is"): ["WebDataset", "IterableDataset"],
     ("data", "# Data of every kind"): ["Dataset"],
     ("data", "## Arrays"): ["numpy arrays", "dict source"],
     ("data", "## Parquet"): ["Parquet"],
-    ("many_hosts", "# Many hosts"): ["multi-host", "multi host", "two hosts"],
-    ("many_hosts", "## Rehearse"): ["simulate hosts"],
-    ("many_hosts", "## Launch"): ["TPU", "SLURM"],
-    ("options", "# Options"): ["prefetch"],
+    ("data", "## Hugging Face"): ["huggingface"],
+    ("many_hosts", "# Many hosts"): [
+        *("multi-host", "multi host", "two hosts", "jax.distributed.initialize", "distributed"),
+        "shared folder",
+    ],
+    ("many_hosts", "## Rehearse"): [
+        *("rehearse", "simulate hosts", "virtual devices", "CPU hosts", "localhost"),
+    ],
+    ("many_hosts", "## Launch"): ["TPU", "SLURM", "kubernetes", "coordinator_address"],
+    ("many_hosts", "## Preemption"): ["SIGTERM", "killed", "kill one host"],
+    ("many_hosts", "## Several slices"): ["multi slice"],
+    ("many_hosts", "## Errors on several hosts"): ["early stopping", "connection closed by peer"],
+    ("faults", "## Retries"): ["retries"],
+    ("microbatches", "# Microbatches"): ["microbatches", "gradient accumulation"],
+    ("options", "# Options"): [
+        *("prefetch", "remainder", "drop last batch", "divisible", "timeout_s", "num_threads"),
+    ],
     ("options", "## The mesh in use"): ["set_mesh", "PartitionSpec"],
     ("other_machines", "# More processors than this host has"): [
-        *("workers", "num_workers", "worker processes", "__main__"),
+        *("workers", "num_workers", "worker processes", "__main__", "__main__ guard"),
     ],
+    ("other_machines", "## Ray, MPI, processes"): ["Ray"],
+    ("other_machines", "## Failures"): ["worker crash"],
     ("mixtures", "# Mixtures whose weights change"): ["mixtures"],
     ("recipes", "## Keras 3"): [
         *("Keras", "fit", "model.fit", "steps_per_epoch", "validation_data", "callbacks"),
-        *("set_random_seed", "weights.h5", "keras predict"),
+        *("set_random_seed", "weights.h5", "keras predict", "keras two hosts", "dropout"),
+        *("keras augmentation", "initial_epoch", "auto_shard_dataset", "ModelCheckpoint"),
+        "BackupAndRestore",
     ],
-    ("streams", "# Streams that any number of hosts can continue"): ["packing"],
+    ("streams", "# Streams that any number of hosts can continue"): [
+        *("packing", "packed sequences"),
+    ],
+    ("versions", "# Versions"): ["Python version"],
 }
 SHORT = 20  # characters of code that are not broken over two lines
 LONG = 100  # characters beyond which a line of output is wrapped
