@@ -16,18 +16,8 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import grain_shard
-from grain_shard import (
-    ShardingError,
-    ShardingTree,
-    from_iterable,
-    hosts_mesh,
-    prefetch_to_device,
-    rehearse,
-)
-from grain_shard.tools.showing.display import LeafText
-from grain_shard.tools.showing.drawing import draw_batch
-from grain_shard.tools.showing.tables import to_text
-from tests.conftest import background_threads, data_mesh, numbered
+from grain_shard import ShardingTree, from_iterable, hosts_mesh, prefetch_to_device, rehearse
+from tests.conftest import background_threads, data_mesh, numbered, refused
 from tests.counting_source import Source
 from tests.pipelines import KINDS, feeds_of
 
@@ -52,15 +42,12 @@ def lines(text):
     return {" ".join(line.split()) for line in text.splitlines()}
 
 
-def cells(batch):
-    """The text in each cell of the drawings, line by line, their titles and rules left out."""
-    shown = "\n".join(map(to_text, draw_batch(batch))).splitlines()
-    rows = [line.strip() for line in shown if re.match("  (rows|[0-9]+:)", line)]
-    return [re.split(r"\s{2,}", row) for row in rows]
-
-
-def titles(batch):
-    return [str(drawing.renderables[0].renderable) for drawing in draw_batch(batch)]
+def drawn(text):
+    """The drawings below the table of leaves: their titles, and the cells of all their lines."""
+    below = text.partition("  a batch ")[2].splitlines()[1:]
+    titles = [line.strip() for line in below if line.startswith("  batch[")]
+    rows = [line.strip() for line in below if re.match("  (rows|[0-9]+:)", line)]
+    return titles, [re.split(r"\s{2,}", row) for row in rows]
 
 
 @pytest.fixture
@@ -78,41 +65,28 @@ def placed(shape, *spec):
     return jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh_2d(), P(*spec)))
 
 
-class TestLeafText:
-    @pytest.mark.parametrize(
-        ("shape", "dtype", "spec", "text", "rows", "num_bytes"),
-        [
-            ((8, 4), np.float32, P("data"), "f32[8@data,4]", 2, 32),
-            ((8, 4), np.int32, P("data", "seq"), "i32[8@data,4@seq]", 2, 16),
-            ((8,), np.bool_, P(("data", "seq")), "bool[8@(data,seq)]", 1, 1),
-            ((8, 4), np.uint8, P(None, "seq"), "u8[8,4@seq]", 8, 16),
-            ((8, 4), jax.numpy.bfloat16, P(), "bf16[8,4]", 8, 64),
-            ((), np.float32, P(), "f32[]", None, 4),
-        ],
-    )
-    def test_arrays_and_their_structs(self, shape, dtype, spec, text, rows, num_bytes):
-        sharding = NamedSharding(mesh_2d(), spec)
-        array = jax.device_put(np.zeros(shape, dtype), sharding)
-        struct = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        assert LeafText.of(array) == LeafText.of(struct) == (text, rows, num_bytes)
-        assert array.addressable_shards[0].data.nbytes == num_bytes
+def struct(shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_2d(), P(*spec)))
 
-    @pytest.mark.parametrize(
-        ("leaf", "text"),
-        [
-            (np.array(["a", "b"]), "str[2] on the host"),
-            (np.zeros((2, 3), np.float32), "f32[2,3] on the host"),
-            (7, "int on the host"),
-            (None, "NoneType on the host"),
-        ],
-    )
-    def test_what_is_on_no_device(self, leaf, text):
-        assert LeafText.of(leaf) == (text, None, None)
 
-    def test_dims_are_written_as_jax_writes_them_also_on_one_device(self):
-        array = placed((8, 6), "data")
-        assert LeafText.of(array).text == str(jax.typeof(array)).replace("float32", "f32")
-        assert LeafText.of(jax.device_put(np.zeros(3, np.float32))) == ("f32[3]", 3, 12)
+@pytest.mark.parametrize(
+    ("leaf", "line"),
+    [
+        # Dims are written as JAX writes them; then the rows and the bytes on each device.
+        (placed((8, 4), "data"), "f32[8@data,4] 2 32 bytes"),
+        (struct((8, 4), np.int32, "data", "seq"), "i32[8@data,4@seq] 2 16 bytes"),
+        (struct((8,), np.bool_, ("data", "seq")), "bool[8@(data,seq)] 1 1 byte"),
+        (struct((8, 4), np.uint8, None, "seq"), "u8[8,4@seq] 8 16 bytes"),
+        (struct((8, 4), jax.numpy.bfloat16), "bf16[8,4] 8 64 bytes"),
+        (placed(()), "f32[] 4 bytes"),
+        (jax.device_put(np.zeros(3, np.float32)), "f32[3] 3 12 bytes"),
+        (np.array(["a", "b"]), "str[2] on the host"),
+        (np.zeros((2, 3), np.float32), "f32[2,3] on the host"),
+        (7, "int on the host"),
+    ],
+)
+def test_the_line_of_a_leaf(leaf, line, shown):
+    assert f"batch['x'] {line}" in lines(shown({"x": leaf}))
 
 
 # The lines about a batch of 32 records.
@@ -124,6 +98,13 @@ OF_A_BATCH = {
     "batch['valid_mask'] bool[32@(data,seq)] 4 4 bytes",
     "a batch 7.3 kB",
 }
+
+
+OF_SHARD_TO = "which does not say which arrays its batches have"
+
+
+def nothing_of(records):
+    return records.to_iter_dataset().filter(lambda record: False)
 
 
 class TestInATerminal:
@@ -175,11 +156,6 @@ class TestInATerminal:
         }
         assert not background_threads()
 
-    def test_a_stream_without_a_batch(self):
-        stream = grain.MapDataset.range(10).to_iter_dataset().filter(lambda i: False).batch(4)
-        with pytest.raises(ShardingError, match="no batch"):
-            grain_shard.show(stream.map(lambda x: {"x": x}).shard_to(data_mesh(2)))
-
     def test_an_iterator_says_how_many_reads_go_side_by_side_and_why(self, shown, mesh):
         ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
         of_dataset = lines(shown(ds))
@@ -187,21 +163,26 @@ class TestInATerminal:
             added = {line for line in lines(shown(iterator)) - of_dataset if " " in line}
         assert added == {"reads side by side 1 (the first read runs alone)"}
 
-    @pytest.mark.parametrize("kind", ["unsharded", "mapped", "iterator"])
-    def test_what_is_neither_batch_nor_sharded(self, kind, mesh):
-        ds = grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(8)
-        sharded = ds.shard_to(mesh)
-        iterator = iter(ds.to_iter_dataset())
-        shown = {"unsharded": ds, "mapped": sharded.map(dict), "iterator": iterator}[kind]
-        with pytest.raises(ShardingError, match=r"the dataset that \.shard_to\(mesh\) returned"):
-            grain_shard.show(shown)
+    @pytest.mark.parametrize(
+        ("thing", "message"),
+        [
+            (lambda ds: ds.batch(8), OF_SHARD_TO),
+            (lambda ds: iter(ds.batch(8).to_iter_dataset()), OF_SHARD_TO),
+            (lambda ds: ds.batch(8).shard_to(data_mesh(8)).map(dict), OF_SHARD_TO),
+            (lambda ds: nothing_of(ds).batch(4).shard_to(data_mesh(2)), "no batch"),
+        ],
+    )
+    def test_what_is_not_sharded_or_has_no_batch_is_refused(self, thing, message):
+        records = grain.MapDataset.range(8).map(lambda i: {"x": i})
+        with refused(message):
+            grain_shard.show(thing(records))
 
     def test_keys_are_not_taken_for_styles(self, shown):
         batch = {"[/bold]": placed(8, "data"), "a[red]": np.zeros(2), ":smile:": np.zeros(2)}
         text = shown(batch)
         for key in batch:
             assert f"batch['{key}']" in text
-        assert titles(batch) == ["batch['[/bold]']"]
+        assert drawn(text)[0] == ["batch['[/bold]']"]
 
     def test_a_batch_of_text_alone(self, shown):
         ds = grain.MapDataset.range(8).map(lambda i: {"name": str(i)}).batch(4)
@@ -296,8 +277,8 @@ class TestInANotebook:
 
 
 class TestDrawings:
-    def test_rows_go_down_and_other_dims_across(self):
-        assert cells({"x": placed((8, 6), "data", "seq")}) == [
+    def test_rows_go_down_and_other_dims_across(self, shown):
+        assert drawn(shown({"x": placed((8, 6), "data", "seq")}))[1] == [
             ["rows", "dim 1: 0:3", "dim 1: 3:6"],
             ["0:2", "device 0", "device 1"],
             ["2:4", "device 2", "device 3"],
@@ -305,48 +286,47 @@ class TestDrawings:
             ["6:8", "device 6", "device 7"],
         ]
 
-    def test_leaves_that_are_cut_alike_share_a_drawing(self):
+    def test_leaves_that_are_cut_alike_share_a_drawing_and_values_are_not_looked_at(self, shown):
         shapes = {"image": (8, 6, 5), "label": (8,), "valid_mask": (8,)}
         batch = {name: placed(shape, "data") for name, shape in shapes.items()}
-        assert titles(batch) == ["batch['image'], batch['label'], batch['valid_mask']"]
-        assert cells(batch) == [
-            ["rows", "held by"],  # and no dims after the last sharded one
-            ["0:2", "devices 0, 1"],
-            ["2:4", "devices 2, 3"],
-            ["4:6", "devices 4, 5"],
-            ["6:8", "devices 6, 7"],
-        ]
+        batch["image"].delete()
+        assert drawn(shown(batch)) == (
+            ["batch['image'], batch['label'], batch['valid_mask']"],
+            [
+                ["rows", "held by"],  # and no dims after the last sharded one
+                ["0:2", "devices 0, 1"],
+                ["2:4", "devices 2, 3"],
+                ["4:6", "devices 4, 5"],
+                ["6:8", "devices 6, 7"],
+            ],
+        )
 
-    def test_leaves_are_drawn_but_for_those_on_no_mesh(self):
+    def test_leaves_are_drawn_but_for_those_on_no_mesh(self, shown):
         arrays = {str(spec): placed((8, 8), *spec) for spec in [("data",), ("data", "seq"), ()]}
         others = {"text": np.array(["a"]), "host": np.zeros(3), "scalar": jax.numpy.zeros(())}
         others["no rows"] = placed((0, 8), "data")
-        assert len(titles({**arrays, **others})) == len(arrays)
-        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells({**arrays, **others})
-        assert titles(others) == []
+        titles, cells = drawn(shown({**arrays, **others}))
+        assert len(titles) == len(arrays)
+        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells
+        assert drawn(shown(others)) == ([], [])
 
-    def test_devices_are_named_by_host_where_there_are_several(self):
+    def test_devices_are_named_by_host_where_there_are_several(self, shown):
         mesh = hosts_mesh({"data": 2, "model": 2}, hosts=2, devices_per_host=2)
         mesh = Mesh(mesh.devices.T, ("data", "model"))
         leaf = jax.ShapeDtypeStruct((4,), np.int32, sharding=NamedSharding(mesh, P("data")))
-        assert cells({"x": leaf}) == [
+        assert drawn(shown({"x": leaf}))[1] == [
             ["rows", "held by"],
             ["0:2", "host 0: 0, host 1: 2"],
             ["2:4", "host 0: 1, host 1: 3"],
         ]
 
-    def test_a_large_mesh_is_shortened_and_says_so(self):
+    def test_a_large_mesh_is_shortened_and_says_so(self, shown):
         mesh = hosts_mesh({"data": 64, "seq": 16}, hosts=256, devices_per_host=4)
         sharding = NamedSharding(mesh, P("data", "seq"))
         leaf = jax.ShapeDtypeStruct((128, 32), np.int32, sharding=sharding)
-        assert [len(line) for line in cells({"x": leaf})] == [1 + 4] * (1 + 16)
-        (title,) = titles({"x": leaf})
+        (title,), cells = drawn(shown({"x": leaf}))
+        assert [len(line) for line in cells] == [1 + 4] * (1 + 16)
         assert "the first 16 of 64 shards of the rows; the first 4 of 16 shards across" in title
-
-    def test_values_are_not_looked_at(self):
-        array = placed((8, 6), "data")
-        array.delete()
-        assert ["0:2", "devices 0, 1"] in cells(array)
 
 
 def test_a_progress_bar_has_a_total_unless_it_is_over_a_stream():
@@ -362,6 +342,16 @@ def test_a_progress_bar_has_a_total_unless_it_is_over_a_stream():
 
 def batches():
     return numbered(20, 8).shard_to(data_mesh(2))
+
+
+def after_one(iterator):
+    next(iterator)
+    return iterator
+
+
+def closed(iterator):
+    iterator.close()
+    return iterator
 
 
 def unsharded_stream():
@@ -389,8 +379,15 @@ BY_MESH = "ShardByMesh(shard_index=0, shard_count=1, drop_remainder=False)"
         (batches, DATASET),
         (stream, "<ShardedDataset of stream, P('data'), mesh (data=2)>"),
         (lambda: iter(stream()), "<ShardedIterator of stream, mesh (data=2), not begun>"),
+        (lambda: iter(batches()), ITERATOR.format("not begun")),
+        (lambda: after_one(iter(batches())), ITERATOR.format("under way")),
+        (lambda: closed(iter(batches())), ITERATOR.format("closed")),
         (lambda: batches().epochs(3), f"<Epochs: 3 of {ITERATOR.format('not begun')}>"),
         (lambda: next(batches().epochs(3)), "<EpochBatches: epoch 0, 3 of 3 batches left>"),
+        (
+            lambda: after_one(next(after_one(batches().epochs(2)))),
+            "<EpochBatches: epoch 1, 2 of 3 batches left>",
+        ),
         (lambda: prefetch_to_device(iter([1])), "<ShardedIterator of stream, not begun>"),
         (lambda: feeds_of(lambda feed, i: i, 4, 8), "<batches of 8 rows, of 4 feeds>"),
         (lambda: ShardingTree.of(data_mesh(2)), f"ShardingTree(mesh=(data=2), {P('data')!r})"),
@@ -407,20 +404,3 @@ BY_MESH = "ShardByMesh(shard_index=0, shard_count=1, drop_remainder=False)"
 )
 def test_an_object_says_what_it_is(make, text):
     assert repr(make()) == text
-
-
-def test_an_iterator_says_where_it_stands():
-    iterator = iter(batches())
-    assert repr(iterator) == ITERATOR.format("not begun")
-    next(iterator)
-    assert repr(iterator) == ITERATOR.format("under way")
-    iterator.close()
-    assert repr(iterator) == ITERATOR.format("closed")
-
-
-def test_an_epoch_says_how_much_of_it_is_left():
-    with batches().epochs(2) as epochs:
-        next(epochs)
-        epoch = next(epochs)
-        next(epoch)
-        assert repr(epoch) == "<EpochBatches: epoch 1, 2 of 3 batches left>"
