@@ -22,8 +22,7 @@ from grain_shard import GrainShardError, profile
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
-from grain_shard.tools.measuring.bottleneck import find_bottleneck
-from grain_shard.tools.measuring.measurement import Measurement, Pipeline
+from grain_shard.tools.measuring.measurement import Pipeline
 from tests.conftest import data_mesh
 
 SLOW_S = 0.02
@@ -103,7 +102,7 @@ def test_the_verdict_without_a_step_is_about_the_pipeline():
     assert profiled.wait_share > 0.9
     assert "step" not in profiled.lanes_s
     # The functions are told from the range that they are over.
-    assert "your functions wait" in find_bottleneck(profiled).reason
+    assert "your functions wait" in profiled.found.reason
 
 
 def measured(pipeline=None, num_examples=0, **lanes):
@@ -113,7 +112,7 @@ def measured(pipeline=None, num_examples=0, **lanes):
     """
     spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
     batches = len(lanes.get("wait", [0]))
-    return Measurement(batches, batches, 0, 10, tuple(spans), pipeline, num_examples)
+    return Profile(batches, batches, 0, 10, tuple(spans), pipeline, num_examples)
 
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
@@ -163,18 +162,17 @@ OWN_WORK = {
     ],
 )
 def test_the_verdict_follows_from_the_figures(lanes, expected):
-    assert find_bottleneck(measured(**lanes)).name == expected
+    assert measured(**lanes).bottleneck == expected
 
 
 def test_a_verdict_of_buffer_says_on_what_it_rests():
-    lanes = {**READING, "read": BOTH_HALF, "room": REST_HALF, "wait": UNEVENLY}
-    found = find_bottleneck(measured(**lanes))
-    assert found.reason == (
+    profiled = measured(**READING | {"read": BOTH_HALF, "room": REST_HALF, "wait": UNEVENLY})
+    assert profiled.found.reason == (
         "the loop waits 60% of the time, and batches are in the making only 49% of it: half of the"
         " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and the buffers hold too few"
         " ready batches."
     )
-    assert found.advice[0].startswith("raise cpu_buffer_size (4 now)")
+    assert profiled.advice[0].startswith("raise cpu_buffer_size (4 now)")
 
 
 IN_PYTHON = "compute: about 500 examples a second at best if that is Python code"
@@ -213,12 +211,11 @@ MORE_READS = (
     ],
 )
 def test_processor_time_tells_if_reads_compute_or_wait(reads, rests, reason, advice, not_advised):
-    lanes = {**READING, "read": reads, "room": rests}
-    found = find_bottleneck(measured(num_examples=4000, **lanes))
-    assert found.name == "read"
-    assert reason in found.reason
-    assert advice in " ".join(found.advice)
-    assert not not_advised or not_advised not in " ".join(found.advice)
+    profiled = measured(num_examples=4000, **READING | {"read": reads, "room": rests})
+    assert profiled.bottleneck == "read"
+    assert reason in profiled.found.reason
+    assert advice in " ".join(profiled.advice)
+    assert not not_advised or not_advised not in " ".join(profiled.advice)
 
 
 BEFORE_BATCH = "after .batch (or the work of its batch_fn) before .batch"
@@ -235,7 +232,7 @@ BEFORE_BATCH = "after .batch (or the work of its batch_fn) before .batch"
     ],
 )
 def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
-    advice = " ".join(find_bottleneck(measured(pipeline, **READING)).advice)
+    advice = " ".join(measured(pipeline, **READING).advice)
     assert given in advice
     assert not_given not in advice
 
@@ -253,10 +250,10 @@ def test_tasks_of_an_executor_are_told_from_their_way(size, workers, work_s, rea
     tasks = [(f"t{i}", 0, 10, 0, "task") for i in range(size)]
     works = [(f"w{i}", 10 - work_s, 10) for i in range(workers)]
     pipeline = Pipeline(cpu_buffer_size=size, has_executor=True)
-    found = find_bottleneck(measured(pipeline, **{**READING, "read": tasks, "work": works}))
-    assert found.name == "executor"
-    assert re.search(reason, found.reason), found
-    assert re.search(advice, " ".join(found.advice)), found
+    profiled = measured(pipeline, **READING | {"read": tasks, "work": works})
+    assert profiled.bottleneck == "executor"
+    assert re.search(reason, profiled.found.reason), profiled
+    assert re.search(advice, " ".join(profiled.advice)), profiled
 
 
 def test_workers_of_an_executor_that_are_slow_are_seen_at_work():
@@ -309,17 +306,12 @@ class TestProfile:
         # The last three of this span's four seconds lie within the loop.
         cut_off = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
         assert cut_off.processor_s("read") == 1.5
-
-    def test_seconds_a_batch_are_those_of_the_stages(self):
-        lengths = {"read": [1.0, 2.0, 3.0, 2.0], "pad": [0.5, 0.25], "place": [0.25, 0.75, 0.5]}
-        spans = [Span(stage, "t", 0, s) for stage, all_s in lengths.items() for s in all_s]
+        # Of two batches, which were read in four parts and stacked in none.
+        times = {"read": [1.0, 2.0, 3.0, 2.0], "pad": [0.5, 0.25], "place": [0.25, 0.75, 0.5]}
+        spans = [Span(stage, "t", 0, s) for stage, all_s in times.items() for s in all_s]
         figures = Profile(2, 2, 0, 10.0, tuple(spans)).figures
         a_batch = [getattr(figures, f"{stage}_s") for stage in ("read", "batch", "pad", "place")]
         assert a_batch == [4.0, None, 0.375, 0.5]
-        assert figures.stage_s("read") == 8.0
-        profiled = profile(sharded(), step, 5, warmup=3)
-        for stage, seconds in profiled.stages_s.items():
-            assert getattr(profiled.figures, f"{stage}_s") == seconds
 
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
@@ -360,11 +352,12 @@ class TestProfile:
             assert adapted in str(profiled)
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
-    def test_it_says_that_worker_processes_are_not_seen(self):
-        profiled = profile(sharded(), step, 2)
-        assert "not seen" not in str(profiled)
-        workers = dataclasses.replace(profiled, pipeline=Pipeline(num_workers=2))
-        assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_it_says_that_worker_processes_are_not_seen(self, num_workers):
+        said = "not seen: reading, stacking and padding in the worker processes (num_workers=2)"
+        assert (said in str(measured(Pipeline(num_workers=num_workers), **READING))) == (
+            num_workers > 0
+        )
 
     @pytest.mark.parametrize(
         ("num_batches", "asked", "tells"),
@@ -372,10 +365,10 @@ class TestProfile:
     )
     def test_of_too_few_batches_it_only_tells_how_to_have_more(self, num_batches, asked, tells):
         sizes = {"num_batches": num_batches, "num_batches_asked": asked}
-        found = find_bottleneck(dataclasses.replace(measured(**READING), **sizes))
-        assert found.name == ("read" if tells else "unseen")
-        assert tells or f"{num_batches} of the {asked} batches" in found.reason
-        assert tells or found.advice == ("put .repeat() before .batch, and profile again.",)
+        few = dataclasses.replace(measured(**READING), **sizes)
+        assert few.bottleneck == ("read" if tells else "unseen")
+        assert tells or f"{num_batches} of the {asked} batches" in few.found.reason
+        assert tells or few.advice == ("put .repeat() before .batch, and profile again.",)
 
     def test_a_step_that_returns_nothing_is_refused(self):
         with pytest.raises(ValueError, match="returned nothing"):
