@@ -20,6 +20,7 @@ import grain_shard
 from grain_shard import ShardedIterator, StateError, rehearse
 from grain_shard.threads import crew
 from tests.conftest import (
+    Restorable,
     assert_ended,
     background_threads,
     data_mesh,
@@ -185,32 +186,21 @@ def test_an_interrupted_stream_without_a_state_says_that_it_cannot_go_on():
     assert own_rows(next(iterator)) == {i: i for i in range(8)}
 
 
-class Blocked:
-    """An iterator of a user with a state, whose second batch waits for an event."""
+class Blocked(Restorable):
+    """Its second batch waits for an event."""
 
-    def __init__(self):
-        self.at, self.goes_on, self.is_inside = 0, threading.Event(), threading.Event()
-
-    def __iter__(self):
-        return self
+    goes_on, is_inside = threading.Event(), threading.Event()
 
     def __next__(self):
-        if self.at == 1:
+        if self.next == 1:
             self.is_inside.set()
             wait(self.goes_on)
-        self.at += 1
-        return {"id": np.arange(8) + 8 * self.at}
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
+        return super().__next__()
 
 
 def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(monkeypatch):
     monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
-    source = Blocked()
+    source = Blocked([{"id": np.arange(8) + first} for first in (8, 16, 24)])
     with iter(grain_shard.from_iterable(source).shard_to(data_mesh(2))) as iterator:
         assert own_rows(next(iterator))[0] == 8
         wait(source.is_inside)
