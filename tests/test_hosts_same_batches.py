@@ -131,14 +131,6 @@ CASES = {
         batched=lambda ds: ds.batch(8).map(lambda batch: {**batch, "tokens": 2 * batch["tokens"]}),
         reads=("whole", "whole", "whole"),
     ),
-    "once: 1-D": Case(**ONCE),
-    "once: permuted": Case(permuted, **ONCE),
-    "once: (model, data)": Case(MODEL_OVER_HOSTS, amplification=(1, 2, 2), **ONCE),
-    "once: sequence axis": Case(SEQ, P("data", "seq"), amplification=(1, 1, 2), **ONCE),
-    "once: replicated": Case(spec=P(), amplification=(1, 2, 4), **ONCE),
-    "once: a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2), **ONCE),
-    "once: leaves cut by different axes": Case(SEQ, ACROSS, amplification=(1, 2, 4), **ONCE),
-    "once: Explicit axes": Case(EXPLICIT, amplification=(1, 2, 2), **ONCE),
     "once: B not divisible by the devices": Case(
         MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), amplification=(1, 2, 2), **ONCE
     ),
@@ -161,6 +153,9 @@ CASES = {
         MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, amplification=(1, 2, 2), **AUTO
     ),
 }
+ALSO_ONCE = ["1-D", "permuted", "(model, data)", "sequence axis", "replicated", "Explicit axes"]
+ALSO_ONCE += ["a spec for each leaf", "a replicated leaf"]
+CASES |= {f"once: {name}": dataclasses.replace(CASES[name], **ONCE) for name in ALSO_ONCE}
 
 
 # On the hosts.
