@@ -78,8 +78,6 @@ class Case:
     batched: Callable[[grain.MapDataset], Any] = lambda ds: ds.batch(8)
     rows: int = 8  # of a padded batch
     options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"read": "needed"})
-    # Rows that all hosts hold together, over the rows of the batch.
-    amplification: tuple[float, float, float] = (1, 1, 1)
     # How the records reach the hosts that should hold them, on 1, 2 and 4 hosts.
     reads: tuple[str, str, str] = ("needed", "needed", "needed")
 
@@ -91,26 +89,22 @@ CASES = {
     "1-D": Case(),
     "permuted": Case(permuted),
     "(data, model)": Case(shape((4, 2), ("data", "model"))),
-    "(model, data)": Case(MODEL_OVER_HOSTS, amplification=(1, 2, 2)),
+    "(model, data)": Case(MODEL_OVER_HOSTS),
     "(data, model), model over hosts": Case(
-        lambda devices: Mesh(devices.reshape(2, 4).T, ("data", "model")), amplification=(1, 2, 2)
+        lambda devices: Mesh(devices.reshape(2, 4).T, ("data", "model"))
     ),
     "P((data, fsdp))": Case(shape((2, 4), ("data", "fsdp")), P(("data", "fsdp"))),
     "P((fsdp, data))": Case(shape((2, 4), ("data", "fsdp")), P(("fsdp", "data"))),
-    "sequence axis": Case(SEQ, P("data", "seq"), amplification=(1, 1, 2)),
+    "sequence axis": Case(SEQ, P("data", "seq")),
     "sequence axis alone": Case(
-        shape((8,), ("seq",)),
-        {"id": P(), "tokens": P(None, "seq"), "noise": P(), "name": P()},
-        amplification=(1, 2, 4),
+        shape((8,), ("seq",)), {"id": P(), "tokens": P(None, "seq"), "noise": P(), "name": P()}
     ),
-    "replicated": Case(spec=P(), amplification=(1, 2, 4)),
-    "Explicit axes": Case(EXPLICIT, amplification=(1, 2, 2)),
+    "replicated": Case(spec=P()),
+    "Explicit axes": Case(EXPLICIT),
     "jax.make_mesh": Case(lambda devices: jax.make_mesh((8,), ("data",), devices=list(devices))),
-    "a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2)),
-    "leaves cut by different axes": Case(
-        SEQ, {**ACROSS, "noise": P("data")}, amplification=(1, 2, 3)
-    ),
-    "a replicated leaf": Case(SEQ, ACROSS, amplification=(1, 2, 4)),
+    "a spec for each leaf": Case(SEQ, PER_LEAF),
+    "leaves cut by different axes": Case(SEQ, {**ACROSS, "noise": P("data")}),
+    "a replicated leaf": Case(SEQ, ACROSS),
     "B not divisible by the shards": Case(
         batched=lambda ds: ds.batch(6), options={"read": "needed", "num_threads": 4}
     ),
@@ -125,32 +119,22 @@ CASES = {
     "to_iter_dataset(options)": Case(
         MODEL_OVER_HOSTS,
         batched=lambda ds: ds.shuffle(seed=7).batch(8).to_iter_dataset(grain.ReadOptions(1, 2)),
-        amplification=(1, 2, 2),
     ),
     "a map after batch": Case(
         batched=lambda ds: ds.batch(8).map(lambda batch: {**batch, "tokens": 2 * batch["tokens"]}),
         reads=("whole", "whole", "whole"),
     ),
     "once: B not divisible by the devices": Case(
-        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), amplification=(1, 2, 2), **ONCE
+        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), **ONCE
     ),
     "once: N < B": Case(
-        MODEL_OVER_HOSTS,
-        num_records=5,
-        batched=lambda ds: ds.batch(16),
-        rows=16,
-        amplification=(1, 2, 2),
-        **ONCE,
+        MODEL_OVER_HOSTS, num_records=5, batched=lambda ds: ds.batch(16), rows=16, **ONCE
     ),
     "auto: 1-D": Case(permuted, **AUTO),
-    "auto: (model, data)": Case(
-        MODEL_OVER_HOSTS, amplification=(1, 2, 2), reads=("needed", "once", "once"), **AUTO
-    ),
-    "auto: sequence axis": Case(
-        SEQ, P("data", "seq"), amplification=(1, 1, 2), reads=("needed", "needed", "once"), **AUTO
-    ),
+    "auto: (model, data)": Case(MODEL_OVER_HOSTS, reads=("needed", "once", "once"), **AUTO),
+    "auto: sequence axis": Case(SEQ, P("data", "seq"), reads=("needed", "needed", "once"), **AUTO),
     "auto: fewer rows than devices": Case(
-        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, amplification=(1, 2, 2), **AUTO
+        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, **AUTO
     ),
 }
 ALSO_ONCE = ["1-D", "permuted", "(model, data)", "sequence axis", "replicated", "Explicit axes"]
@@ -188,7 +172,6 @@ def run_case(case, devices):
         "states": states,
         "read": source.read_for_batches(),
         "length": len(sharded),
-        "amplification": grain_shard.ShardingTree.of(mesh, case.spec).layout().amplification,
     }
 
 
@@ -337,17 +320,6 @@ def test_hosts_read_what_the_plan_says(runs, name):
                 assert {shape[0] for shape, _ in batch.values()} == {plan.reads.padded_batch_size}
                 rows = [len(part) for _, parts in batch.values() for _, part in parts]
                 assert min(rows) == plan.rows_per_device
-
-
-@every_case
-def test_every_host_holds_its_share_of_the_rows_by_the_computed_amplification(runs, name):
-    case = CASES[name]
-    for hosts, results in of_each_host_count(runs, name):
-        amplification = case.amplification[HOSTS.index(hosts)]
-        assert [result["amplification"] for result in results] == [amplification] * hosts
-        held = [len(held_rows(result["batches"][0], case.rows)) for result in results]
-        assert sum(held) == amplification * case.rows
-        assert len(set(held)) == 1 or name == "leaves cut by different axes"
 
 
 @every_case
