@@ -213,54 +213,33 @@ def scaled(i):
     return {"x": i * SCALE}
 
 
-class Copied:
-    """A source whose pickled copy reads other records."""
-
-    def __init__(self):
-        self.start = 0
+class Elsewhere:
+    """A source that opens a file where it is unpickled, and the file is missing there."""
 
     def __len__(self):
         return 1000
 
     def __getitem__(self, index):
-        return {"x": index + self.start}
+        return {"x": index}
 
-    def __setstate__(self, state):
-        self.start = 1
-
-
-class Elsewhere(Copied):
-    """A source that opens its file by a path that is another file in a worker."""
-
-    def __init__(self, path):
-        np.arange(1000).tofile(path / "records")
-        self.path, self.data = path, np.fromfile(path / "records", np.int64)
-
-    def __getitem__(self, index):
-        return {"x": self.data[index]}
-
-    def __getstate__(self):
-        return {"path": self.path}
-
-    def __setstate__(self, state):
-        self.data = np.fromfile(state["path"] / "moved", np.int64)
-
-
-IN_WORKERS = {
-    "hash of a str": (lambda path: RECORDS.map(lambda i: {"x": hash(str(i)) % 999}), " was "),
-    "a global variable": (lambda path: RECORDS.map(scaled), " was "),
-    "a copy": (lambda path: grain.MapDataset.source(Copied()), " was "),
-    "a file": (lambda path: grain.MapDataset.source(Elsewhere(path)), "FileNotFoundError"),
-}
+    def __reduce__(self):
+        return open, ("/moved",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_WORKERS)
-def test_a_worker_process_in_another_world_is_found(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (RECORDS.map(lambda i: {"x": hash(str(i)) % 999}), " was "),
+        (RECORDS.map(scaled), " was "),
+        (grain.MapDataset.source(Elsewhere()), "FileNotFoundError"),
+    ],
+    ids=["hash of a str", "a global variable", "a file"],
+)
+def test_a_worker_process_in_another_world_is_found(records, words, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2)
-    make, words = IN_WORKERS[name]
     with pytest.raises(ShardingError, match=f"{WORKER}: ") as failed:
-        check(make(tmp_path).batch(8).shard_to(data_mesh(4)), batches=4)
+        check(records.batch(8).shard_to(data_mesh(4)), batches=4)
     assert words in str(failed.value)
     assert "find what differs there: a flag, an environment variable" in failed.value.remedy
 
