@@ -9,11 +9,7 @@ import contextlib
 import itertools
 import json
 import logging
-import signal
-import sys
-import threading
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -29,7 +25,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from grain_shard.iteration.iterator import state_writer
-from tests.conftest import HANG_S, eventually
+from tests.conftest import eventually
 from tests.on_hosts import cases_of, meet, or_traceback, own_rows
 from tests.pipelines import shared_out
 
@@ -414,34 +410,6 @@ def case_saves_of_an_iterator_of_one_host(host, directory):
             return found, str(error)
 
 
-def case_the_first_wait_is_interrupted_on_one_host(host, _):
-    """As by Ctrl-C; its loop asks again, and then begins anew, as those of the other hosts."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    reads, goes_on = itertools.count(), threading.Event()
-
-    def main_thread_waits():
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        return "wait_for" in [frame.name for frame in stack]
-
-    def load(i):
-        if host == ODD and next(reads) == 0:
-            eventually(main_thread_waits)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            assert goes_on.wait(HANG_S)
-        return {"id": np.int32(i)}
-
-    errors = []
-    with shard(grain.MapDataset.range(16).map(load).batch(8)) as iterator:
-        for _ in range(1 + (host == ODD)):
-            try:
-                next(iterator)
-            except (KeyboardInterrupt, grain_shard.AgreementError) as error:
-                errors.append(str(error))
-                goes_on.set()
-        iterator.reset()
-        return errors, list(map(own_ids, iterator))
-
-
 CASES = cases_of(globals())
 
 
@@ -613,14 +581,3 @@ def test_a_save_ends_once_all_hosts_have_written_whatever_else_one_of_them_saves
     for host, (found, late) in enumerate(results[case_saves_of_an_iterator_of_one_host]):
         assert found == [HOSTS] * 3
         assert host == ODD or f"host {ODD} did not answer in time (timeout_s=2)" in late
-
-
-def test_an_interrupt_of_the_first_wait_is_an_error_on_all_hosts_which_can_begin_anew(results):
-    for host, result in enumerate(results[case_the_first_wait_is_interrupted_on_one_host]):
-        errors, rows = result
-        assert rows == [[2 * host, 2 * host + 1], [8 + 2 * host, 8 + 2 * host + 1]]
-        if host == ODD:
-            assert errors[0] == ""
-            assert errors[1].startswith("KeyboardInterrupt interrupted a call of next on this host")
-        else:
-            assert errors == ["host 2 failed.\n  host 2: KeyboardInterrupt: "]
