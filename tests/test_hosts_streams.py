@@ -491,11 +491,22 @@ def test_hosts_that_go_on_with_padding_alone_do_not_count_as_feeding_the_same_ro
     assert all(result["shapes"] == {((16,), (16,))} for result in results)
 
 
-def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(result_of):
-    of_each_host = result_of(case_states_of_uneven)
-    for taken in (0, 1, 2, 5, 13):
-        of_hosts = [continuations[taken][1] for continuations in of_each_host]
-        assert batches_in(of_hosts) == UNEVEN[taken:], f"after {taken} batches"
+@pytest.mark.parametrize(
+    ("case", "batches", "feeds"),
+    [
+        (case_states_of_uneven, UNEVEN, [["0"], ["0"]]),
+        (case_states_of_uneven_feeds, UNEVEN_FEEDS, [["0", "1"], ["2", "3"]]),
+    ],
+)
+def test_a_state_continues_on_the_same_hosts_also_past_the_end_of_one(
+    result_of, case, batches, feeds
+):
+    of_hosts = result_of(case)
+    for taken in of_hosts[0]:
+        states, continuations = zip(*(of_host[taken] for of_host in of_hosts), strict=True)
+        assert batches_in(continuations) == batches[taken:], f"after {taken} batches"
+        assert [state["step"] for state in states] == [taken, taken]
+        assert [list(state["feeds"]) for state in states] == feeds
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -575,15 +586,6 @@ def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
     results = result_of(case_model_axis_over_hosts)
     assert [result["slice"] for result in results] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert batches_in(results) == EACH_HOSTS_OWN
-
-
-def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
-    of_hosts = result_of(case_states_of_uneven_feeds)
-    for taken, rest in ((1, UNEVEN_FEEDS[1:]), (2, UNEVEN_FEEDS[2:]), (3, [])):
-        states, continuations = zip(*(of_host[taken] for of_host in of_hosts), strict=True)
-        assert batches_in(continuations) == rest
-        assert [state["step"] for state in states] == [taken, taken]
-        assert [list(state["feeds"]) for state in states] == [["0", "1"], ["2", "3"]]
 
 
 @pytest.mark.parametrize("kind", AHEAD)
