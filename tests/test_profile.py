@@ -291,11 +291,6 @@ class TestProfile:
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
         assert loop[-1][1] == profiled.seconds
 
-    def test_a_dataset_may_end_before_all_batches_are_measured(self):
-        few = profile(sharded(batches()[:5]), step, 5, warmup=4)
-        asked = "batches measured: 1 of 5, then the dataset ended (after 4 of warm-up)\n"
-        assert str(few).startswith(asked)
-
     def test_figures_follow_from_spans(self):
         loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
         assert Profile(1, 1, 0, 5, loop).wait_share == 0.25
