@@ -108,11 +108,6 @@ def nothing_of(records):
 
 
 class TestInATerminal:
-    def test_a_batch(self, shown):
-        ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
-        with iter(ds) as batches:
-            assert lines(shown(next(batches))) >= OF_A_BATCH
-
     def test_a_dataset_reads_one_batch_and_starts_no_thread(self, shown, monkeypatch):
         source = Source(100)
         ds = grain.MapDataset.source(source).map(record).batch(32).shard_to(mesh_2d(), SPECS)
