@@ -255,13 +255,6 @@ def test_as_dict_is_flat_and_has_numbers_alone_as_wandb_and_tensorboard_want(mes
 
 # A loop that waits long for its data.
 
-
-def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(loop):
-    loop.take(wait_s=10.0, step_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
-    loop.take()
-    assert (loop.total().wait_share, loop.total().wait_s, loop.total().step_s) == (0.1, 1.0, 5.0)
-
-
 LONG_WAITS = [
     # For some seconds, the stages and the waits of steps of a second; what the log then says.
     (600, [("read", 0.5)], 0.25, [(25, ", mostly for 'read'")] * 9),
