@@ -160,36 +160,25 @@ AT_BUILD = {
         "mesh:   data=4",
         "pass one of the listed words as remainder.",
     ),
-    ".batch cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
-        "mesh:   data=4",
-        "call .batch(global_batch_size), once, before .shard_to. (Call a function of batches in the loop.)",
-    ),
-    ".seed cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4)).seed(5),
-        "mesh:   data=4",
-        "call .seed(s) above .shuffle, and so before .shard_to. (Call a function of batches in the loop.)",
-    ),
-    ".filter cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4)).filter(bool),
-        "mesh:   data=4",
-        "filter the records in grain_shard.feeds before .shard_to. (Call a function of batches in the loop.)",
-    ),
-    ".shuffle cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4)).shuffle(seed=1),
-        "mesh:   data=4",
-        "call .seed(s).shuffle() above .batch, and so before .shard_to. (Call a function of batches in the loop.)",
-    ),
-    ".repeat cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4)).repeat(3),
-        "mesh:   data=4",
-        "loop over ds.epochs(n), or call .repeat(n) before .shard_to. (Call a function of batches in the loop.)",
-    ),
-    "[...] cannot follow .shard_to, whose batches are on the devices of all hosts.": (
-        lambda: numbered(8, 4).shard_to(data_mesh(4))[1:],
-        "mesh:   data=4",
-        "call seek(step) of an iterator, or slice the dataset before .shard_to. (Call a function of batches in the loop.)",
-    ),
+    **{
+        f"{call} cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+            lambda then=then: then(numbered(8, 4).shard_to(data_mesh(4))),
+            "mesh:   data=4",
+            f"{instead} before .shard_to. (Call a function of batches in the loop.)",
+        )
+        for call, then, instead in [
+            (".batch", lambda ds: ds.batch(2), "call .batch(global_batch_size), once,"),
+            (".seed", lambda ds: ds.seed(5), "call .seed(s) above .shuffle, and so"),
+            (".filter", lambda ds: ds.filter(bool), "filter the records in grain_shard.feeds"),
+            (
+                ".shuffle",
+                lambda ds: ds.shuffle(seed=1),
+                "call .seed(s).shuffle() above .batch, and so",
+            ),
+            (".repeat", lambda ds: ds.repeat(3), "loop over ds.epochs(n), or call .repeat(n)"),
+            ("[...]", lambda ds: ds[1:], "call seek(step) of an iterator, or slice the dataset"),
+        ]
+    },
     "seek needs random access. Streams and feeds cannot jump to a step or a record.": (
         lambda: iter(stream(numbered(8, 4)).shard_to(data_mesh(4))).seek(0),
         "call set_state(saved) to go on from a saved state. To use seek, keep the pipeline a grain.MapDataset as far as .batch.",
@@ -463,15 +452,6 @@ def test_a_short_batch_where_none_may_be_is_no_batch_of_zeros(remainder):
         next(iterator)
 
 
-def test_a_record_that_raises_is_named():
-    ds = grain.MapDataset.range(20).seed(0).map(lambda i: {"id": 1 // (i - 13)}).batch(8)
-    with pytest.raises(ZeroDivisionError) as caught:
-        list(ds.shard_to(data_mesh(2)))
-    assert caught.value.__notes__[0] == (
-        "grain_shard: while evaluating record 13 of the dataset before .batch, for batch 1"
-    )
-
-
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_is_on_devices_does_not_travel_and_has_no_copy(how):
     ds = numbered(8, 8).shard_to(data_mesh(4))
@@ -482,14 +462,6 @@ def test_what_is_on_devices_does_not_travel_and_has_no_copy(how):
             how(iterator)
         gc.collect()  # a copy would stop the threads of the original when it goes
         assert ids(iterator) == [list(range(8))]
-
-
-def test_an_error_survives_the_way_from_a_worker():
-    error = ShardingError("wrong.", path="batch['x']", leaf="int8[]", remedy="mend it.")
-    error.add_note("in a worker")
-    copied = pickle.loads(pickle.dumps(error))
-    assert str(copied) == str(error)
-    assert copied.__notes__ == ["in a worker"]
 
 
 def test_every_error_is_one_of_ours_and_a_builtin_too():
