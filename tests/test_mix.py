@@ -292,13 +292,8 @@ def test_in_feeds_each_feed_has_its_part_of_the_mixture():
         *(
             (components(2), weights, f"whose first key is 0. Got {weights!r}")
             for weights in (
-                [3, 1],
-                {},
-                {5: [3, 1]},
-                {0: [1, 1], -3: [3, 1]},
-                {0: [1, 1], 9: [2, 1], 5: [3, 1]},
-                {"0": [3, 1]},
-                {0.0: [3, 1]},
+                *([3, 1], {}, {5: [3, 1]}, {"0": [3, 1]}, {0.0: [3, 1]}),
+                *({0: [1, 1], -3: [3, 1]}, {0: [1, 1], 9: [2, 1], 5: [3, 1]}),
             )
         ),
         (components(2), {0: [3, 1], 10: [1]}, "the weights from record 10 on are [1]"),
