@@ -316,24 +316,22 @@ def test_an_executor_that_was_shut_down_is_an_error(mesh):
         list(BATCHES.shard_to(mesh, executor=executor))
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"num_workers": 1}, "num_workers are both given"),
-        ({"executor": "dask"}, "is not a concurrent.futures"),
-        ({"executor": concurrent.futures.ThreadPoolExecutor}, "is not a concurrent.futures"),
-    ],
-    ids=["workers, too", "no executor", "a class"],
-)
-def test_options_are_checked_when_the_pipeline_is_built(options, problem, threads, mesh):
+NO_EXECUTOR = "is not a concurrent.futures"
+REFUSED = {
+    "workers, too": (BATCHES, {"num_workers": 1}, "num_workers are both given"),
+    "no executor": (BATCHES, {"executor": "dask"}, NO_EXECUTOR),
+    "a class": (BATCHES, {"executor": concurrent.futures.ThreadPoolExecutor}, NO_EXECUTOR),
+    "a stream": (KINDS["stream"](record), {}, "needs random access"),
+    "feeds": (KINDS["feeds"](record), {}, "needs random access"),
+}
+
+
+@pytest.mark.parametrize(("ds", "options", "problem"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_when_the_pipeline_is_built(
+    ds, options, problem, threads, mesh
+):
     with pytest.raises(ShardingError, match=problem):
-        BATCHES.shard_to(mesh, **{"executor": threads, **options})
-
-
-@pytest.mark.parametrize("kind", ["stream", "feeds"])
-def test_streams_and_feeds_are_refused(kind, threads, mesh):
-    with pytest.raises(ShardingError, match="needs random access"):
-        KINDS[kind](record).shard_to(mesh, executor=threads)
+        ds.shard_to(mesh, **{"executor": threads, **options})
 
 
 def test_a_task_is_small_and_knows_no_device(threads, mesh, caplog):
