@@ -21,7 +21,6 @@ from grain_shard import (
     ShardBatch,
     ShardingError,
     ShardingTree,
-    StateError,
     ValidateBatchSize,
     hosts_mesh,
 )
@@ -76,17 +75,6 @@ class TestPadToDivisible:
             for rows, valid in expected
         ]
 
-    def test_a_state_of_batches_of_another_size_is_refused(self):
-        mesh = data_mesh(2)
-        with iter(as_iter(16, 8).shard_to(mesh)) as saved:
-            next(saved)
-            state = saved.get_state()
-        said = r"batch_sizes: saved \[8\], now \[4\]\n.*grain.MapDataset down to .batch, or .*feeds"
-        with iter(as_iter(16, 4).shard_to(mesh)) as iterator:
-            with pytest.raises(StateError, match=said):
-                iterator.set_state(state)
-            assert lists([next(iterator)])[0]["x"] == [0, 1, 2, 3], "where it stood"
-
     @BOTH
     def test_a_short_batch_that_must_not_be_is_refused(self, build):
         with pytest.raises(ShardingError, match=r"full|fill"):
@@ -116,14 +104,6 @@ class TestShardBatch:
             "a batch of 6 rows does not split into 4 shards.\n"
             "  remedy: use a batch size of 8, or put PadToDivisible(4) before ShardBatch."
         )
-
-    @pytest.mark.parametrize("shards", [(0,), (0, 1)])
-    def test_it_hands_out_nothing_that_the_user_holds(self, shards):
-        held = {"x": np.arange(4), "step": np.array(7)}
-        ds = grain.MapDataset.range(1).map(lambda k: held).to_iter_dataset()
-        for batch in ds.pipe(ShardBatch(BatchLayout(2, shards))):
-            assert batch["x"].tolist() == [0, 1, 2, 3][: 2 * len(shards)]
-            assert not any(np.shares_memory(batch[key], held[key]) for key in held)
 
     def test_a_batch_that_must_be_read_whole_is_and_says_so(self):
         ds = records(8).batch(4).map(lambda b: {"x": b["x"] - b["x"].mean()})
@@ -167,14 +147,6 @@ class TestValidateBatchSize:
                 build(batch, batch).pipe(validate)
         else:
             build(batch, batch).pipe(validate)
-
-
-def test_len_is_the_number_of_batches_where_it_is_known():
-    put = DevicePut(ShardingTree.of(data_mesh(2)))
-    assert len(as_map(9, 4).pipe(put)) == 3
-    with pytest.raises(TypeError, match="streams and feeds have no len"):
-        len(as_iter(9, 4).pipe(put))
-    assert bool(as_iter(9, 4).pipe(put))
 
 
 STAGES = [
@@ -252,14 +224,6 @@ class TestSpecs:
         expected = {**specs, "image": [P("data")] * 2, "real": specs["id"]}
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, batch) == expected
 
-    def test_a_leaf_of_lower_rank_takes_what_fits(self):
-        mesh = jax.make_mesh((4, 2), ("data", "seq"))
-        record = {"tokens": np.zeros(10), "label": np.int32(0)}
-        batch = self.place(lambda i: record, mesh, P("data", "seq"))
-        assert batch["tokens"].sharding.shard_shape((8, 10)) == (2, 5)
-        assert batch["label"].sharding.spec == P("data")
-        assert batch["valid_mask"].sharding.spec == P("data")
-
     @pytest.mark.parametrize(
         "spec",
         [
@@ -292,17 +256,6 @@ class TestSpecs:
         for shape, axes, rows in [((2, 4), ("model", "data"), "data"), ((8,), ("rows",), "rows")]:
             batch = self.place(lambda i: {"id": np.int32(i)}, jax.make_mesh(shape, axes))
             assert batch["id"].sharding.spec == P(rows)
-
-    def test_scalars_are_replicated(self, mesh):
-        def collate(items):
-            return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
-
-        ds = grain.MapDataset.range(6).batch(6, batch_fn=collate)
-        (batch,) = ds.shard_to(mesh)
-        assert (batch["step"].shape, int(batch["step"]), float(batch["rate"])) == ((), 5, 0.5)
-        assert batch["step"].sharding.is_fully_replicated
-        assert len(batch["step"].addressable_shards) == 8
-        assert batch["id"].shape == (8,)
 
     def test_a_batch_that_is_a_tuple_needs_no_mask(self, mesh):
         ds = grain.MapDataset.range(8).map(lambda i: (i, -i)).batch(8)
