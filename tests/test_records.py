@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from grain_shard import mix
 from grain_shard.grain_inside import index_shuffle, routes
 from grain_shard.grain_inside.index_shuffle import shuffled
-from tests.conftest import data_mesh, ids
-from tests.counting_source import BatchedSource, Source, bad, nothing
+from tests.conftest import data_mesh
+from tests.counting_source import BatchedSource, Source, nothing
 
 LENGTHS = (
     *(1, 2, 3, 5, 255, 256, 257, 1000, 16383, 16384, 16385, 65535, 65536, 65537, 65538),
@@ -111,23 +111,6 @@ def test_a_grain_that_shuffles_otherwise_has_the_last_word(monkeypatch):
     assert routes.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
 
 
-@pytest.mark.parametrize("error", [OSError, StopIteration, KeyError])
-def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error):
-    source = BatchedSource(32, bad(13, error=error))
-    ds = grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(4)
-    seen = []
-    raised = RuntimeError if error is StopIteration else error
-    with (
-        iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=8)) as iterator,
-        pytest.raises(raised) as failure,
-    ):
-        seen.extend(ids([batch])[0] for batch in iterator)
-    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    cause = failure.value.__cause__ if error is StopIteration else failure.value
-    assert "record 13" in str(cause)
-    assert any("record 13 of the dataset" in note for note in cause.__notes__)
-
-
 def test_a_source_is_asked_once_for_its_length_to_read_a_record():
     """A source may compute its length in a slow call."""
 
@@ -154,22 +137,3 @@ def test_a_batched_read_of_another_length_is_an_error(count):
     ds = grain.MapDataset.source(Source(32)).map(lambda i: {"id": i}).batch(4)
     with pytest.raises(ValueError, match=f"returned a list_iterator of length {count} for 4"):
         next(iter(ds.shard_to(data_mesh(2))))
-
-
-@pytest.mark.parametrize("method", ["map", "map_with_index", "random_map"])
-def test_a_grain_that_names_its_parts_otherwise_is_asked_the_public_way(method, monkeypatch):
-    transform = {
-        "map": lambda ds: ds.map(lambda i: i + 1),
-        "map_with_index": lambda ds: ds.map_with_index(lambda i, x: i + x),
-        "random_map": lambda ds: ds.random_map(lambda x, rng: x + int(rng.integers(9)), seed=1),
-    }[method]
-    ds = transform(grain.MapDataset.range(20))
-    expected = [ds[i] for i in range(20)]
-
-    class Renamed:
-        """The node without what it keeps private."""
-
-    kind = type(ds)
-    monkeypatch.setitem(routes._ELEMENTS, kind, lambda node: Renamed().another_name)
-    found = routes.route(ds, np.arange(20))
-    assert found.finish(found.read()) == expected
