@@ -133,24 +133,6 @@ class Clock:
             self.pace.done(start, end, 0.001, 1)
 
 
-def test_the_first_read_comes_alone_and_tells_whether_to_wait():
-    clock = Clock()
-    assert clock.pace.threads == 1
-    clock.pace.consumer_waits(0.0)
-    clock.reads(0.0, 0.1)
-    assert clock.pace.threads == 16
-    assert clock.pace.seconds_per_record == pytest.approx(0.100)
-
-
-@pytest.mark.parametrize("asked", [1, 3, 128])
-def test_a_number_that_was_asked_for_stays(asked):
-    clock = Clock(fixed=asked)
-    assert clock.pace.threads == 1
-    for second in range(3):
-        clock.reads(float(second), second + 0.5)
-        assert clock.pace.threads == asked
-
-
 def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkeypatch):
     """Sixteen reads of 100 ms that end together are 160 a second, not sixteen in no time."""
     clock, windows = Clock(), []
