@@ -1,6 +1,5 @@
 """`from_iterable`: batches of any loader. On several hosts: test_hosts_changing_runs.py."""
 
-import json
 import re
 
 import grain
@@ -21,6 +20,7 @@ from grain_shard import (
 )
 from grain_shard.placement import prefetch_to_device
 from tests.conftest import Restorable, data_mesh, ids, refused
+from tests.pipelines import after
 
 EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
@@ -176,9 +176,7 @@ def test_a_state_of_the_loader_becomes_one_of_the_loop(name, mapped, stop_after)
         ds = from_iterable(LOADERS[name](), rows="local")
         return (ds.map(lambda batch: batch) if mapped else ds).shard_to(data_mesh(2))
 
-    with iter(build()) as iterator:
-        seen = ids([next(iterator) for _ in range(stop_after)])
-        state = json.loads(json.dumps(iterator.get_state()))
+    seen, state = after(build(), stop_after)
     with iter(build()) as iterator:
         iterator.set_state(state)
         assert iterator.get_state() == state
