@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 
 from grain_shard import StateError, from_iterable
 from grain_shard.checkpoint import CheckpointItem
-from grain_shard.hosts.feed_files import OwnFeeds
-from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.state_json import from_storage, sealed, unsealed
 from tests.conftest import data_mesh, ids
 from tests.pipelines import shared_out
@@ -287,17 +285,21 @@ def test_a_changed_state_gives_the_right_rows_or_a_state_error(kind):
 # Folders.
 
 
-def test_a_state_of_a_stream_is_in_a_file_of_the_host(tmp_path):
-    state = {"kind": "stream", "parent": {"next": 5}}
-    write_state(tmp_path, state)
-    assert [path.name for path in tmp_path.iterdir()] == ["state-0-of-1.json"]
-    assert read_state(tmp_path) == state
+class Heavy(Loader):
+    def get_state(self):
+        return "x" * 2**24
 
 
 def test_a_state_that_is_too_large_to_be_read_again_is_not_written(tmp_path):
-    with pytest.raises(StateError, match=r"too large for (.|\n)*a seed and a count"):
-        write_state(tmp_path, {"kind": "stream", "parent": "x" * 2**24})
+    iterator, said = iter(from_iterable(Heavy()).shard_to(data_mesh(2))), "a seed and a count"
+    with iterator, pytest.raises(StateError, match=rf"too large for (.|\n)*{said}"):
+        iterator.write_state(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def restore(folder):
+    with BUILD["feeds"]() as iterator:
+        iterator.read_state(folder)
 
 
 def sparse(path):
@@ -333,14 +335,14 @@ FOUND = {
 def test_a_damaged_file_is_named(tmp_path, name, put):
     put(tmp_path / name)
     with pytest.raises(StateError, match=rf"{name} is damaged: .+\n  remedy: restore another step"):
-        read_state(tmp_path)
+        restore(tmp_path)
 
 
 @pytest.mark.parametrize("to", ["state.json", "not there"])
 def test_a_link_that_leads_nowhere_is_named(tmp_path, to):
     (tmp_path / "state.json").symlink_to(tmp_path / to)
     with pytest.raises(StateError, match=r"state\.json cannot be read: (.|\n)*remedy: "):
-        read_state(tmp_path)
+        restore(tmp_path)
 
 
 BILLION = 10**9
@@ -374,22 +376,20 @@ def test_the_names_of_files_may_say_anything(tmp_path, names, match):
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(StateError, match=match):
-        read_state(tmp_path, OwnFeeds(run=range(4)))
+        restore(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".", "not there"])
 def test_a_folder_whose_files_are_gone_is_not_taken_for_that_of_a_stream(tmp_path, name):
-    with pytest.raises(
-        StateError,
-        match=r"found:  nothing\n  remedy: pass the folder into which the state was saved",
-    ):
-        read_state(tmp_path / name)
+    said = r"found:  nothing\n  remedy: pass the folder into which the state was saved"
+    with pytest.raises(StateError, match=said):
+        restore(tmp_path / name)
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "state").write_text("{}")
     with pytest.raises(StateError, match=r"state cannot be read: (.|\n)*remedy: pass the folder"):
-        read_state(tmp_path / "state")
+        restore(tmp_path / "state")
 
 
 NUMBERS = st.integers(0, 5) | st.integers(0, 10**20)
