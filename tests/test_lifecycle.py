@@ -106,16 +106,6 @@ class TestEnd:
                 next(closed)
         iter(kind().shard_to(mesh)).close()  # before the first batch
 
-    def test_set_state_leaves_no_thread_behind(self, mesh, kind):
-        before = background_threads()
-        with iter(kind().shard_to(mesh, num_threads=2)) as iterator:
-            for _ in range(10):
-                state = iterator.get_state()
-                next(iterator)
-                iterator.set_state(state)
-            assert len(background_threads() - before) == 0, "until it is asked again"
-            assert ids([next(iterator)]) == [list(range(8))]
-
     def test_garbage_collection_ends_the_threads(self, mesh, kind):
         def decode(i):
             return number(i)
@@ -347,20 +337,6 @@ class TestMemory:
         assert most[0] <= cpu + 1, "+ 1: the one in flight between host and devices"
         del batch
         eventually(lambda: on_devices() == 0 and on_host() == 0)
-
-    @pytest.mark.usefixtures("no_rereads")
-    def test_records_are_read_only_so_far_ahead(self, mesh):
-        read = []
-
-        def decode(i):
-            read.append(i)
-            return number(i)
-
-        ds = grain.MapDataset.range(8000).map(decode).batch(8)
-        with iter(ds.shard_to(mesh)) as iterator:
-            for k in range(5):
-                next(iterator)
-                eventually(lambda: len(read) == 8 * (k + 1 + 4 + 2))
 
 
 # Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
