@@ -1,7 +1,6 @@
 """`DevicePlacement`: every method, and every defect of datarax's that it must not have."""
 
 import json
-import threading
 from types import SimpleNamespace
 
 import grain
@@ -25,13 +24,11 @@ from grain_shard.placement import (
 from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
 from grain_shard.training import placement as placement_module
 from tests.conftest import (
-    HANG_S,
     Restorable,
     background_threads,
     data_mesh,
     eventually,
     numbered,
-    wait,
 )
 from tests.on_hosts import refuse_collective_device_put
 
@@ -377,12 +374,6 @@ class TestPrefetch:
         placed = list(prefetch_to_device(batches))
         assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, batches)
 
-    def test_a_batch_that_does_not_fit_is_refused_in_its_place(self, mesh):
-        batches = [{"x": np.ones(8)}, {"x": np.ones(9)}]
-        iterator = prefetch_to_device(batches, device=NamedSharding(mesh, P("data")))
-        next(iterator)
-        assert refusal(lambda: next(iterator)).startswith(NINE_ROWS)
-
     def test_an_element_that_a_filter_dropped_is_skipped(self):
         ds = grain.MapDataset.range(4).filter(lambda i: i != 1)
         assert values(prefetch_to_device(ds)) == [0, 2, 3]
@@ -422,32 +413,6 @@ class TestPrefetchState:
             with pytest.raises(StateError):
                 iterator.set_state({"step": 3})
             assert values(iterator) == PAIRS, "a refused state changes nothing"
-
-    def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
-        monkeypatch.setattr("grain_shard.threads.crew._JOIN_TIMEOUT_S", 0.01)
-        inside, go_on = threading.Event(), threading.Event()
-
-        class Slow(Restorable):
-            def __next__(self):
-                if self.next == 4 and not go_on.is_set():
-                    inside.set()
-                    wait(go_on)
-                return super().__next__()
-
-            def set_state(self, state):
-                assert go_on.is_set(), "the source is in use"
-                super().set_state(state)
-
-        iterator = prefetch_to_device(Slow(ARRAYS))
-        state = iterator.get_state()
-        next(iterator)
-        wait(inside)
-        thread = threading.Thread(target=iterator.set_state, args=(state,))
-        thread.start()
-        eventually(lambda: iterator._at.run.stage._crew.is_stopped)
-        go_on.set()
-        thread.join(HANG_S)
-        assert values(iterator) == PAIRS
 
 
 class TestPrefetchLife:
