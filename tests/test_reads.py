@@ -18,7 +18,7 @@ from grain_shard.reading.stack import RowTemplate
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Raised
-from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.conftest import HANG_S, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
 
@@ -176,24 +176,6 @@ class TestTimeIsOver:
 
 
 @pytest.mark.usefixtures("one_record_at_a_time")
-def test_a_batch_before_the_error_is_waited_for():
-    failed = threading.Event()
-
-    def slow_before_the_error(index, number):
-        if index == 12:
-            failed.set()
-            raise OSError("twelve")
-        if index == 3:
-            wait(failed)
-
-    ds = batches(Source(80, slow_before_the_error)).shard_to(data_mesh(2), num_threads=16)
-    with iter(ds) as iterator:
-        assert ids([next(iterator)]) == [list(range(8))]
-        with pytest.raises(OSError, match="twelve"):
-            next(iterator)
-
-
-@pytest.mark.usefixtures("one_record_at_a_time")
 def test_records_that_are_handed_back_after_an_error_are_read(monkeypatch):
     """Batch 2 fails while batch 1 is read. Then the read of batch 1 hands back record 3."""
     inside, failed = threading.Event(), threading.Event()
@@ -225,27 +207,6 @@ def test_records_that_are_handed_back_after_an_error_are_read(monkeypatch):
 
 @pytest.mark.usefixtures("one_record_at_a_time")
 class TestLife:
-    @pytest.mark.parametrize("num_threads", [1, 128])
-    def test_close_waits_for_the_reads_that_are_inside_and_begins_no_more(self, num_threads):
-        inside, release = threading.Semaphore(0), threading.Event()
-
-        def block(index, number):
-            if index:  # the first comes alone
-                inside.release()
-                wait(release)
-
-        ds = batches(Source(10**6, block), 256).shard_to(data_mesh(2), num_threads=num_threads)
-        before = background_threads()
-        iterator = iter(ds)
-        iterator.start_prefetch()
-        for _ in range(num_threads):
-            assert inside.acquire(timeout=HANG_S)
-        threads = background_threads() - before
-        assert len(threads) >= num_threads
-        threading.Thread(target=release.set).start()
-        iterator.close()
-        assert not any(thread.is_alive() for thread in threads)
-
     def test_a_first_read_that_takes_long_holds_up_no_other_pipeline(self):
         inside, release = threading.Event(), threading.Event()
 
