@@ -262,13 +262,6 @@ def test_weights_that_make_an_epoch_longer_go_on_behind_the_last_record_handed_o
     assert seen + going_on(longer, state) == ids(again)
 
 
-def test_the_end_of_an_epoch_is_as_fixed_as_its_weights():
-    _, state = after(training({0: [1, 0]}, global_batch_size=12), 5)
-    iter(training({0: [1, 0]}, global_batch_size=12)).set_state(state)
-    with pytest.raises(StateError, match="changed"):  # the next epoch would begin elsewhere
-        iter(training({0: [1, 0], 60: [0, 1]}, global_batch_size=12)).set_state(state)
-
-
 def test_in_feeds_each_feed_has_its_part_of_the_mixture():
     whole = mix(components(2, 40), {0: [3, 1], 16: [1, 3]})
     ds = shared_out(whole.map(lambda i: {"id": np.int32(i)}), 2, 8).shard_to(data_mesh(4))
