@@ -15,10 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from grain_shard import (
-    BatchLayout,
     BatchSchedule,
-    PadToDivisible,
-    ShardBatch,
     ShardingError,
     StateError,
 )
@@ -111,34 +108,6 @@ class TestAnotherBatchSize:
         everything = in_order(options.get("num_records", 58), options.get("epochs", 1))
         assert flat(seen + rest) == everything
         assert [len(batch) for batch in rest] == lengths
-
-    def test_what_grain_drops_of_a_larger_batch_a_smaller_one_takes(self):
-        def by_grain(size):
-            return records(22).batch(size, drop_remainder=True).repeat(2).shard_to(data_mesh(4))
-
-        seen, state = after(by_grain(8), 2)
-        expected = in_order(22, 2)
-        assert flat(seen + going_on(by_grain(4), state)) == expected[:20] + expected[22:42]
-
-    def test_the_state_is_small_and_says_where_it_stands(self):
-        ds = records(10**9).batch(256).repeat(30).shard_to(data_mesh(4))
-        with iter(ds) as iterator:
-            iterator.seek(11_000_000)
-            state = iterator.get_state()
-        assert state["step"] == 11_000_000
-        assert (state["epoch"], state["record"]) == divmod(11_000_000 * 256, 10**9)
-        assert len(json.dumps(state)) < 200
-
-    def test_step_counts_the_batches_that_were_handed_out(self):
-        _, state = after(sharded(8), 3)
-        _, state = after(sharded(20), 1, state)
-        assert [state[key] for key in ("step", "epoch", "record")] == [4, 0, 44]
-
-    def test_a_state_of_more_epochs_is_one_of_fewer(self):
-        seen, state = after(sharded(8, 20, epochs=2), 4)
-        assert flat(seen + going_on(sharded(8, 20, epochs=5), state)) == in_order(20, 5)
-        with pytest.raises(StateError, match="no such position"):
-            going_on(sharded(8, 20), state)
 
     def test_feeds_go_on_with_another_size_that_they_divide(self):
         seen, state = after(in_feeds(32), 2)
@@ -294,13 +263,6 @@ class TestBatchSchedule:
             sharded({0: 4, 2: 6}, 24, remainder="drop")
         with pytest.raises(ShardingError, match="fewer records than one batch of 32 rows"):
             sharded({0: 4, 2: 32}, 24, remainder="drop")
-
-    def test_a_host_reads_its_rows_and_no_others(self):
-        seen = []
-        ds = noted(20, seen).pipe(BatchSchedule({0: 4, 2: 8}))
-        of_host = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1, 3))))
-        assert ids([of_host[k] for k in range(4)]) == [[1, 3], [5, 7], [10, 11, 14, 15], [18, 19]]
-        assert seen == [1, 3, 5, 7, 10, 11, 14, 15, 18, 19]
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
@@ -553,13 +515,6 @@ class TestEpochs:
             assert evaluated == [in_order(20, 2)[20:]] * 2
             epochs.reset()
             assert rows(next(epochs)) == in_order(20, 2)[:20]
-
-    def test_leaving_it_ends_the_threads(self):
-        with sharded(8).epochs(2) as epochs:
-            next(next(epochs))
-        with pytest.raises(ValueError, match="closed iterator"):
-            next(next(epochs))
-        sharded(8).epochs(2)  # one that is never used
 
     def test_one_that_nobody_refers_to_any_more_ends_without_the_garbage_collector(self):
         before = background_threads()
