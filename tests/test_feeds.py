@@ -183,18 +183,6 @@ def test_a_feed_may_run_in_a_worker_process_of_its_own():
     assert_same_batches([batch for batch, _ in found], list(expected))
 
 
-def test_the_state_is_small_plain_json_with_an_entry_for_each_feed():
-    ds = grain_shard.feeds(text.packed, num_feeds=8).batch(16)
-    with iter(ds.shard_to(data_mesh(8))) as batches:
-        for _ in range(5):
-            next(batches)
-        state = batches.get_state()
-    assert json.loads(json.dumps(state)) == state
-    assert state["step"] == 5
-    assert list(state["feeds"]) == [str(feed) for feed in range(8)]
-    assert max(len(json.dumps(entry)) for entry in state["feeds"].values()) < 200
-
-
 def test_a_state_goes_from_the_mesh_to_plain_iteration_and_back():
     ds = numbers([6, 5, 7, 4]).batch(8)
     _, state = after(ds.shard_to(data_mesh(8)), 1)
