@@ -633,6 +633,10 @@ def test_an_error_says_how_often_it_was_tried_and_how_to_have_it_tried_again_if_
     assert notes == [*tried, place + advice]
 
 
+ROWS = grain.MapDataset.range(64).map(record)
+STREAM = ROWS.to_iter_dataset(IN_TURN)
+
+
 def numbers(feed):
     return grain_shard.from_iterable(lambda: iter([{"id": np.zeros(2)}]), rows="local")
 
@@ -640,31 +644,25 @@ def numbers(feed):
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (lambda: masked(batches([1]), mask_key=None), "needs a mask"),
-        (lambda: masked(batches([1]).map(lambda batch: batch)), "rows that are read one by one"),
-        (
-            lambda: masked(grain.MapDataset.range(8).batch(8, batch_fn=np.stack)),
-            "rows that are read one by one",
-        ),
-        (
-            lambda: masked(batches([1]).to_iter_dataset().filter(bool), rows="global"),
-            "needs random access or feeds",
-        ),
+        (lambda: masked(ROWS.batch(8), mask_key=None), "needs a mask"),
+        (lambda: masked(ROWS.batch(8).map(dict)), "rows that are read one by one"),
+        (lambda: masked(ROWS.batch(8, batch_fn=np.stack)), "rows that are read one by one"),
+        (lambda: masked(STREAM.batch(8), rows="global"), "needs random access or feeds"),
         (lambda: masked(numbers(None)), "needs random access or feeds"),
         (
             lambda: masked(grain_shard.feeds(numbers, num_feeds=2).batch(8)),
             "feeds that begin with a grain.MapDataset, and feed 0 does not",
         ),
-        (lambda: masked(batches([1]), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
+        (lambda: masked(ROWS.batch(8), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
         *(
             (
-                lambda most=most: masked(batches([1]), max_bad_records=most),
+                lambda most=most: masked(ROWS.batch(8), max_bad_records=most),
                 "neither a whole number of records nor a share of them",
             )
             for most in (1.5, -1, True, float("nan"), "1")
         ),
-        (lambda: masked(batches([1]), retries=-1), "retries=-1 is not an integer of at least 0"),
-        (lambda: masked(batches([1]), retries="often"), "retries='often' is not an integer"),
+        (lambda: masked(ROWS.batch(8), retries=-1), "retries=-1 is not an integer of at least 0"),
+        (lambda: masked(ROWS.batch(8), retries="often"), "retries='often' is not an integer"),
         (lambda: Retries(on="OSError"), "on='OSError' is not an exception class"),
         (lambda: Retries(on=(KeyError, KeyboardInterrupt)), "is not an exception class"),
     ],
@@ -692,8 +690,7 @@ def feeds_of_all(make):
     return grain_shard.feeds(lambda feed: make(), num_feeds=1).batch(8)
 
 
-ROWS = grain.MapDataset.range(64).map(record)
-BARE_ROWS, STREAM = ROWS.map(bare).to_iter_dataset(IN_TURN), ROWS.to_iter_dataset(IN_TURN)
+BARE_ROWS = ROWS.map(bare).to_iter_dataset(IN_TURN)
 RECORD, ROW = "record 13 of the dataset", "bare raised StopIteration for {'id': "
 BARE = {
     "records": (lambda: ROWS.map(bare).batch(8), RECORD),
