@@ -25,7 +25,7 @@ from grain_shard.streams import feeds
 from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
 from tests import text
 from tests.conftest import assert_ended, background_threads, data_mesh, eventually, ids, wait
-from tests.counting_source import BatchedSource, Source, bad
+from tests.counting_source import BatchedSource, bad
 from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
 
@@ -468,16 +468,6 @@ def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_i
     assert sum(i >= 100 for i in seen) == 20
     assert 19 <= sum(i < 100 for i in seen) <= 21
     assert any(f"record {len(seen)} of the dataset" in note for note in raised.value.__notes__)
-
-
-@pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
-@pytest.mark.parametrize("end", [0, 5])
-def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, end):
-    records = grain.MapDataset.source(Source(9, bad(end, error=StopIteration)))
-    batches = iter(shared_out(records, 1, 1, options))
-    assert [next(batches).item() for _ in range(end)] == list(range(end))
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        next(batches)
 
 
 def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypatch):
