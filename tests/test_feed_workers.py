@@ -58,32 +58,6 @@ def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder
     assert_same(with_states(batches(num_workers=num_workers)), expected)
 
 
-@slow
-def test_rows_of_two_workers_that_differ_are_refused_with_the_feeds_name():
-    ds = feeds_of(lambda feed, i: {"id": [np.int32, np.int64][feed](0)}, 2, 2, length=1)
-    with pytest.raises(
-        grain_shard.ShardingError,
-        match=r"a row of feed 1 holds int64\[\], but other rows hold int32",
-    ):
-        list(ds.shard_to(data_mesh(2), num_workers=2))
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=slow)])
-def test_a_stop_iteration_in_make_feed_is_an_error_and_no_end(num_workers):
-    def make_feed(feed):
-        if feed.shard_index == 1:
-            next(iter([]))
-        return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset()
-
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2)
-    with (
-        iter(ds.shard_to(data_mesh(2), num_workers=num_workers)) as batches,
-        pytest.raises(RuntimeError, match=r"give each next\(\.\.\.\) in ") as raised,
-    ):
-        next(batches)
-    assert "grain_shard: in feed 1 of 2" in raised.value.__notes__
-
-
 def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
     lock = threading.Lock()
 
