@@ -126,18 +126,6 @@ def test_the_ways_out_are_ways_out(name, tmp_path):
     assert sorted(flat(ids(ds))) == list(range(200))
 
 
-def test_no_second_thread_reads_again_beside_the_only_one():
-    readers = set()
-
-    def reader(i):
-        readers.add(threading.current_thread().name)
-        return {"id": i}
-
-    ds = grain.MapDataset.range(64).map(reader).batch(8).shard_to(data_mesh(4), num_threads=1)
-    ids(ds)
-    assert len(readers) == 1
-
-
 def test_a_thread_pool_as_executor_reads_in_threads(tmp_path):
     source = OneFile(tmp_path / "records", 200)
     with options("executor")["executor"] as executor:
