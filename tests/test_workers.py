@@ -66,20 +66,6 @@ class TestTheSameAsWithout:
         assert with_states(ds.shard_to(data_mesh(4), num_workers=1), state) == []
         assert_no_child_is_left()
 
-    def test_in_a_used_iterator_at_the_end_and_with_padding(self):
-        ds = numbered(21, 8).shard_to(data_mesh(8), num_workers=1, remainder="pad")
-        with iter(ds) as iterator:
-            every = ids(iterator)
-            assert every == [list(range(8)), list(range(8, 16)), list(range(16, 21))]
-            last = iterator.get_state()
-            with pytest.raises(StopIteration):
-                next(iterator)
-            iterator.seek(2)
-            assert ids(iterator) == every[2:]
-            iterator.set_state(last)
-            assert ids(iterator) == []
-        assert_no_child_is_left()
-
 
 def mapping_of(address):
     """The line of Linux's memory map that an address is in; "" elsewhere."""
