@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import cloudpickle
 import grain
 import numpy as np
 import pyarrow.parquet
@@ -67,17 +66,6 @@ def decode(value):
     return {"id": np.int32(value.split()[1])}
 
 
-@pytest.mark.parametrize("which", [slice(0, 1), slice(None), slice(3, 1), slice(2, 3)])
-def test_the_same_as_grains_source_one_by_one_and_many_at_a_time(paths, which):
-    files = paths[which] or paths[1:2]
-    ours, grains = ArrayRecordSource(files), grain.sources.ArrayRecordDataSource(files)
-    assert len(ours) == len(grains)
-    expected = [grains[i] for i in range(len(grains))]
-    assert [ours[i] for i in range(len(ours))] == expected
-    assert list(ours._getitems(range(len(ours)))) == expected
-    assert ours.paths == grains.paths
-
-
 @pytest.mark.parametrize(
     "indices", [[0], [31, 0], [5, 5, 5], [8, 7, 6], list(range(TOTAL))[::-3], [6, 7, 8, 27, 28]]
 )
@@ -120,17 +108,6 @@ def test_a_shuffled_batch_is_one_read_too_and_of_this_hosts_rows_alone(paths):
     assert [rows[k]["id"].tolist() for k in range(4)] == mine
     assert source.batched == mine
     assert source.single == []
-
-
-@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-def test_it_pickles_before_and_after_it_was_read(paths, pickler):
-    source = ArrayRecordSource(paths)
-    for _ in range(2):
-        copied = pickle.loads(pickler.dumps(source))
-        assert type(copied) is ArrayRecordSource
-        assert len(copied) == TOTAL
-        assert list(copied._getitems([2, 29])) == [record(2), record(29)]
-        source[0]
 
 
 def test_reader_options_reach_the_reader(paths):
