@@ -43,12 +43,6 @@ def test_padding_holds_the_values_and_the_mask_stays_false(pipeline):
     assert last["name"].tolist() == ["record 5", "record 6", "", ""]
 
 
-def test_rows_that_make_the_batch_divisible_hold_them_too(pipeline):
-    first = to_numpy(next(iter(pipeline().shard_to(data_mesh(3), pad_value={"tokens": -100}))))
-    assert first["tokens"][:, 0].tolist() == [1, 2, 3, 4, -100, -100]
-    assert first["valid_mask"].tolist() == [True] * 4 + [False] * 2
-
-
 @pytest.mark.parametrize(
     ("values", "token", "loss"), [(9, 9, 9), ({"loss": 3}, 0, 3), ({"loss": {}}, 0, 0)]
 )
