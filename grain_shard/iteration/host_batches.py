@@ -67,6 +67,8 @@ class HostBatches(ABC):
         contents: The digests of two records of the source; see `Contents`.
         padding: The values of rows of padding, and the key of their mask.
         own_feeds: The feeds of this host; empty unless the pipeline is made of feeds.
+        keeps_streams: True if the streams of the user run in this process. A thread of one run must
+            not be inside a stream when the next run begins.
         reads_other_rows: True if this host reads whole batches to keep some of their rows.
         host_batch_sizes: Rows of this host in a full batch, one number for each size that a full
             global batch may have. Empty if all full batches have the same size.
@@ -79,6 +81,7 @@ class HostBatches(ABC):
     contents: Contents = Contents()
     padding: Padding = Padding(1)
     own_feeds: OwnFeeds = OwnFeeds()
+    keeps_streams: bool = False
     reads_other_rows: bool = False
     host_batch_sizes: tuple[int, ...] = ()
 

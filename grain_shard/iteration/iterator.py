@@ -293,7 +293,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             if not at.run.is_running:  # an error of the user's own close, and no interrupt
                 self._at = self._world.run(self._open, position, moves, digest)
             raise
-        if self._host.ends_by_vote and at.run.is_running:
+        if self._host.keeps_streams and at.run.is_running:
             raise GrainShardError(
                 f"a thread is still inside the source of the {self._host.kind}, and would share it"
                 " with the next thread.\n"

@@ -50,6 +50,7 @@ class HostStreams(HostBatches):
         saved_feeds: Sequence[int] | None = None,
     ):
         self._ds, self._options, self.kind, self.rows = ds, options, ds.streams.kind, rows
+        self.keeps_streams = not options.num_workers
         self.padding = ds.plan.padding or Padding(1)
         of_padding = {} if ds.plan.padding is None else ds.plan.padding.fingerprint()
         self.fingerprint = {**ds.streams.fingerprint, **of_padding}

@@ -3,7 +3,7 @@
 # dependencies = ["flax==0.12.12", "jax==0.12.0.1", "jaxlib==0.12.0.1"]
 #
 # [tool.clients]
-# lowest = ["flax==0.12.3", "jax==0.9.0", "jaxlib==0.9.0"]
+# lowest = ["flax==0.12.6", "jax==0.9.0", "jaxlib==0.9.0"]
 # lowest-python = "==3.11.*"
 # ///
 """A loop like that of flax's mnist example: a small CNN of NNX, on Explicit and on Auto axes."""
