@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import threading
 import time
@@ -220,6 +221,21 @@ def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_on
             ahead.append(len(made) - 4 * len(got))
     assert got == expected
     assert max(ahead) <= 60  # of Grain alone it would be up to 500 of each stream
+
+
+def test_the_reads_of_an_interleave_are_tried_again():
+    tries = collections.Counter()
+
+    def record(i):
+        tries[i] += 1
+        if tries[i] == 1 and i % 5 == 0:
+            raise LookupError
+        return {"id": np.int32(i)}
+
+    streams = [grain.MapDataset.range(k, 40, 4).map(record).to_iter_dataset() for k in range(4)]
+    ds = grain.experimental.InterleaveIterDataset(streams, cycle_length=4).batch(8)
+    batches = ds.shard_to(data_mesh(1), retries=grain_shard.Retries(on=LookupError))
+    assert sorted(itertools.chain(*ids(batches))) == [*range(40)]
 
 
 def of_source(source, options):
