@@ -155,15 +155,9 @@ def run_jobs(run_job, jobs, directory):
     """
     for job, (hosts, devices_per_host, *_) in enumerate(jobs):
         is_last = job == len(jobs) - 1
+        sizes = {"hosts": hosts, "devices_per_host": devices_per_host}
         try:
-            rehearse.run(
-                run_job,
-                job,
-                str(directory),
-                hosts=hosts,
-                devices_per_host=devices_per_host,
-                timeout_s=120,
-            )
+            rehearse.run(run_job, job, str(directory), **sizes, timeout_s=120)
             assert is_last, "it was to be killed"
         except rehearse.RehearsalError as error:
             written = [_report_file(directory, job, host).exists() for host in range(hosts)]
@@ -184,13 +178,11 @@ def own_parts(batch):
 
     A value is the global shape of the leaf, and a list of (index in the leaf, array of the part).
     """
-    return {
-        name: (
-            leaf.shape,
-            [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards],
-        )
-        for name, leaf in batch.items()
-    }
+
+    def parts(leaf):
+        return [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards]
+
+    return {name: (leaf.shape, parts(leaf)) for name, leaf in batch.items()}
 
 
 def own_rows(batch):

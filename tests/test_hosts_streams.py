@@ -417,25 +417,15 @@ TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS + ALONE]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What each host returned, by case."""
-    results = {}
+    results, each = {}, {"devices_per_host": 2, "timeout_s": 150}
     for of_hosts, hosts in ((TWO_HOSTS, 2), (FOUR_HOSTS, 4)):
         directory = str(tmp_path_factory.mktemp("hosts"))
-        run = rehearse.run(
-            run_cases, of_hosts, directory, hosts=hosts, devices_per_host=2, timeout_s=150
-        )
+        run = rehearse.run(run_cases, of_hosts, directory, hosts=hosts, **each)
         for case in of_hosts:
             results[case] = [of_host[case.__name__] for of_host in run]
     for case in ALONE:
         directory = tmp_path_factory.mktemp("hosts")
-        rehearse.run(
-            run_alone,
-            case,
-            str(directory),
-            hosts=2,
-            devices_per_host=2,
-            timeout_s=150,
-            end_others=False,
-        )
+        rehearse.run(run_alone, case, str(directory), hosts=2, end_others=False, **each)
         results[case] = [pickle.loads((directory / str(host)).read_bytes()) for host in (0, 1)]
     return results
 

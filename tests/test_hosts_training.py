@@ -95,6 +95,7 @@ def test_500_steps_with_collectives_beside_the_prefetching_do_not_hang_5_times_o
 
 # The loss of a host.
 
+TWO_HOSTS = {"hosts": 2, "devices_per_host": 2, "end_others": False}
 TRAIN_UNTIL_A_HOST_IS_KILLED = """
 import os, signal, sys
 import grain, jax
@@ -114,14 +115,9 @@ print("the whole epoch")
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["the coordinator", "another"])
 def test_a_host_killed_in_mid_epoch_ends_the_other_in_its_collective(tmp_path, killed):
-    (tmp_path / "train.py").write_text(TRAIN_UNTIL_A_HOST_IS_KILLED)
-    result = rehearse.run_script(
-        [str(tmp_path / "train.py"), str(killed)],
-        hosts=2,
-        devices_per_host=2,
-        timeout_s=120,
-        end_others=False,
-    )
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_UNTIL_A_HOST_IS_KILLED)
+    result = rehearse.run_script([str(script), str(killed)], **TWO_HOSTS, timeout_s=120)
     assert result.timed_out_hosts == []
     assert result.returncodes[killed] == -signal.SIGKILL
     assert result.returncodes[1 - killed] != 0
@@ -140,13 +136,7 @@ def read_streams_until_host_1_is_killed():
 
 def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     with pytest.raises(rehearse.RehearsalError) as failure:
-        rehearse.run(
-            read_streams_until_host_1_is_killed,
-            hosts=2,
-            devices_per_host=2,
-            timeout_s=90,
-            end_others=False,
-        )
+        rehearse.run(read_streams_until_host_1_is_killed, **TWO_HOSTS, timeout_s=90)
     result = failure.value.result
     assert result.timed_out_hosts == []
     assert result.returncodes[1] == -signal.SIGKILL
