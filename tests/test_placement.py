@@ -23,13 +23,7 @@ from grain_shard.placement import (
 )
 from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
 from grain_shard.training import placement as placement_module
-from tests.conftest import (
-    Restorable,
-    background_threads,
-    data_mesh,
-    eventually,
-    numbered,
-)
+from tests.conftest import Restorable, background_threads, data_mesh, eventually
 from tests.on_hosts import refuse_collective_device_put
 
 NINE_ROWS = "batch['x']: dim 0 has size 9, which is not divisible by mesh axis 'data' (size 8)"
@@ -343,21 +337,6 @@ WITH_STATE = {
 
 
 class TestPrefetch:
-    def test_scalars_of_a_plain_generator_on_a_device(self, num_devices):
-        device = jax.devices()[num_devices - 1]
-        batches = list(prefetch_to_device(({"batch": i} for i in range(20)), device=device))
-        assert [int(batch["batch"]) for batch in batches] == list(range(20))
-        assert all(batch["batch"].devices() == {device} for batch in batches)
-
-    def test_onto_a_sharding_or_a_tree_of_them(self, num_devices):
-        mesh = data_mesh(num_devices)
-        by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-        for batch in prefetch_to_device(stream(numbered(32, 8)), device=by_rows):
-            assert batch["id"].sharding == batch["image"].sharding == by_rows
-        tree = {"id": whole, "image": by_rows}
-        for batch in prefetch_to_device(numbered(32, 8), device=tree):
-            assert {k: v.sharding for k, v in batch.items()} == tree
-
     @pytest.mark.parametrize("source", WITH_STATE.values(), ids=WITH_STATE)
     def test_any_source_in_order_to_its_end(self, source):
         iterator = prefetch_to_device(source(), size=1)
