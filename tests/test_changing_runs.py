@@ -15,7 +15,10 @@ import pytest
 from hypothesis import strategies as st
 
 from grain_shard import (
+    BatchLayout,
     BatchSchedule,
+    PadToDivisible,
+    ShardBatch,
     ShardingError,
     StateError,
 )
@@ -264,6 +267,13 @@ class TestBatchSchedule:
         with pytest.raises(ShardingError, match="fewer records than one batch of 32 rows"):
             sharded({0: 4, 2: 32}, 24, remainder="drop")
 
+    def test_a_host_reads_its_rows_and_no_others(self):
+        seen = []
+        ds = noted(20, seen).pipe(BatchSchedule({0: 4, 2: 8}))
+        of_host = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1, 3))))
+        assert ids([of_host[k] for k in range(4)]) == [[1, 3], [5, 7], [10, 11, 14, 15], [18, 19]]
+        assert seen == [1, 3, 5, 7, 10, 11, 14, 15, 18, 19]
+
     @pytest.mark.parametrize(
         ("sizes", "message"),
         [
@@ -377,12 +387,6 @@ class TestSeek:
             with refused(message):
                 seek(iterator)
             assert rows(iterator) == in_order()[8:]
-
-    def test_a_stream_and_feeds_say_what_to_do(self):
-        stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
-        for ds in (stream, in_feeds(8)):
-            with iter(ds) as iterator, refused("to go on from a saved state"):
-                iterator.seek(3)
 
 
 class TestEpochs:
