@@ -377,11 +377,6 @@ class TestMask:
         with pytest.raises(BadRecordsError, match="ValueError: record 23 is corrupt"):
             ds.abstract_batch()
 
-    def test_its_row_holds_the_value_of_padding(self):
-        (batch,) = masked(batches(Source(8, bad(2))), 4, pad_value={"id": -1})
-        assert batch["id"].tolist() == [0, 1, -1, 3, 4, 5, 6, 7]
-        assert batch["pair"][2].tolist() == [0, 0]
-
     def test_schedules_epochs_and_seek(self):
         source = Source(20, bad(2, 13))
         records = grain.MapDataset.source(source).map(record)
