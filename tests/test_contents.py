@@ -248,9 +248,7 @@ def test_the_same_values_in_another_container_have_the_same_digest(elements):
 )
 def test_a_run_goes_on_over_the_same_records_in_another_container(hold):
     def ds(source):
-        return (
-            grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(4).shard_to(data_mesh(2))
-        )
+        return records(source).batch(4).shard_to(data_mesh(2))
 
     _, state = after(ds(np.arange(16, dtype=np.int32)), 2)
     assert flat(going_on(ds(hold(np.arange(16, dtype=np.int32))), state)) == list(range(8, 16))
