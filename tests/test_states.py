@@ -360,10 +360,7 @@ NAMES = [
         [f"feeds-{2 * i:05d}-{2 * i:05d}-of-00099.json" for i in range(50)],
         r"lacks 49 of 99 feeds: 1, 3, .*15 and 41 more\.\n  found:  .* and 42 more\n",
     ),
-    (
-        ["feeds-00000-00007-of-00009.json", "feeds-00002-00008-of-00009.json"],
-        "both hold feed 2",
-    ),
+    (["feeds-00000-00007-of-00009.json", "feeds-00002-00008-of-00009.json"], "both hold feed 2"),
     (
         ["feeds-00000-00000-of-00002.json", "feeds-00001-00001-of-00003.json"],
         "differ in the number of feeds",
