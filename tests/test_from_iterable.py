@@ -251,11 +251,6 @@ def test_the_stages_by_hand_take_it_too():
             "from_iterable got rows='local', but .shard_to got rows='global'",
         ),
         (
-            lambda: grain_shard.shard_to(grains_loader(), data_mesh(2)),
-            "grain_shard.from_iterable(loader, rows=...)",
-        ),
-        (lambda: grain_shard.shard_to(list(make_batches()), data_mesh(2)), "cannot shard a list"),
-        (
             lambda: list(from_iterable([{"id": np.int32(3)}], rows="local").shard_to(data_mesh(2))),
             "no leaf with a leading axis",
         ),
