@@ -272,14 +272,8 @@ class TestPromptness:
         assert ids(iterator) == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
     def test_start_prefetch_works_ahead_of_the_first_next(self, mesh, kind):
-        began = threading.Event()
-
-        def decode(i):
-            began.set()
-            return number(i)
-
-        before = background_threads()
-        with iter(kind(decode=decode).shard_to(mesh)) as it:
+        began, before = threading.Event(), background_threads()
+        with iter(kind(decode=lambda i: began.set() or number(i)).shard_to(mesh)) as it:
             state = it.get_state()
             assert not began.is_set()
             assert background_threads() == before
