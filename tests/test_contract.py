@@ -196,6 +196,15 @@ class TestState:
         for ours, theirs in zip(rest, expected[stop_after:], strict=True):
             jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
+    def test_it_does_not_depend_on_devices_threads_or_buffers(self):
+        saved = iter(numbered(25, 4).shard_to(data_mesh(2), num_threads=1))
+        next(saved), next(saved)
+        mesh = jax.make_mesh((2, 4), ("data", "model"))
+        options = {"num_threads": 4, "cpu_buffer_size": 3, "device_buffer_size": 1}
+        with iter(numbered(25, 4).shard_to(mesh, P(("data", "model")), **options)) as restored:
+            restored.set_state(saved.get_state())
+            assert ids(restored) == ids(saved)
+
     @pytest.mark.parametrize(
         # The second name is the one without private names of Grain; "" if the change is unseen.
         ("named", "without", "saved", "now"),
