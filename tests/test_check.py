@@ -19,7 +19,7 @@ from grain_shard.tools.checking import check as checking
 from grain_shard.tools.command import main
 from tests.conftest import Made, data_mesh, refused
 from tests.pipelines import shared_out
-from tests.test_rereads import OneBuffer, OneFile
+from tests.test_rereads import OneFile
 
 RECORDS = grain.MapDataset.range(1000)
 WORKER = "a worker process"
@@ -155,10 +155,6 @@ FAULTS = {
     "one file": (
         lambda path: OneFile(path / "r", 1000),
         "the pipeline's threads|16 th|a few",
-    ),
-    "one buffer": (
-        lambda path: OneBuffer(path, 1000),
-        "read twice|the pipeline's threads|16 th|a few",
     ),
     "a value of this thread": (
         lambda path: RECORDS.map(lambda i: {"x": (i + 1) * HERE.scale}),

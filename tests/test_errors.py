@@ -213,6 +213,11 @@ AT_BUILD = {
         "mesh:   data=4",
         "pass num_workers to .shard_to instead of calling .mp_prefetch after .shard_to.",
     ),
+    "batch_size=4.0 of .batch is not an integer.": (
+        lambda: grain.MapDataset.range(8).batch(4.0).shard_to(data_mesh(4)),
+        "mesh:   data=4",
+        "divide by // instead of /.",
+    ),
     **{
         f"{name}={value!r} is not an integer of at least {minimum}.": (
             lambda name=name, value=value: numbered(8, 8).shard_to(data_mesh(4), **{name: value}),

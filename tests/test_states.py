@@ -96,10 +96,6 @@ def other_containers(state, mapping=types.MappingProxyType):
     return tuple(map(other_containers, state)) if isinstance(state, list) else state
 
 
-def in_64_bits(change):
-    return lambda value: change(value) if abs(value) < 2**63 else value
-
-
 def small(change):
     return lambda value: change(value) if abs(value) < 100 else value
 

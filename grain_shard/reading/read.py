@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
+from grain_shard.reading.reused_buffer import refuse_reused_buffer
 from grain_shard.spans import READ, span
 from grain_shard.threads.tasks import Raised, Task
 
@@ -169,7 +170,13 @@ def _read(parts: Sequence[Part], until: float) -> list[Elements]:
     """Returns the elements of each part, read in one call if the source can.
 
     If the time is over or a read failed, elements at the end are missing.
+
+    Raises:
+        ShardingError: The source overwrites elements that it has returned.
     """
     with span(READ):
         ways = [sink.way(start, stop) for sink, start, stop, _ in parts]
-        return read_together(ways, until, parts[0].sink.faults)
+        read = read_together(ways, until, parts[0].sink.faults)
+        for elements, way in zip(read, ways, strict=True):
+            refuse_reused_buffer(elements, way)
+        return read
