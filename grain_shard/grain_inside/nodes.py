@@ -17,8 +17,6 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.errors import ShardingError
-
 _BATCH = type(grain.MapDataset.range(1).batch(1))
 _ITER_BATCH = type(grain.MapDataset.range(1).to_iter_dataset().batch(1))
 _ITER_BATCH_FN = getattr(
@@ -123,17 +121,12 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         default_batch_fn = node._batch_fn is _BATCH_FN  # pyright: ignore
     except AttributeError:
         return None
-    if isinstance(size, float):  # Grain finds it only when it reads
-        raise ShardingError(
-            f"batch_size={size!r} of .batch is not an integer.",
-            remedy="divide by // instead of /.",
-        )
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
     # Grain computes the length of `node` by a division of floats, which is inexact if records are
     # repeated without end. If the lengths differ by more than the rounding of a float can explain,
     # this version of Grain batches in an unknown way.
-    if abs(len(node) - batches) > batches >> 50:
+    if abs(len(node) - batches) > int(batches) >> 50:
         return None
     return BatchNode(
         batches=node,

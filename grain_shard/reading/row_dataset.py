@@ -20,10 +20,18 @@ def batching_of(ds: grain.MapDataset) -> Batching:
 
     It is a `RecordBatching` if ``.batch`` only stacks records, because each row can then be read
     alone. Otherwise it is a `WholeBatching`, which evaluates whole batches.
+
+    Raises:
+        ShardingError: The size of a batch is a float, which Grain notices only when it reads.
     """
     node = nodes.batch_node(ds)
     if node is None:
         return WholeBatching.of(ds, None)
+    if isinstance(size := node.global_batch_size, float):
+        raise ShardingError(
+            f"batch_size={size!r} of .batch is not an integer.",
+            remedy="divide by // instead of /.",
+        )
     records = RecordBatching.of(node, len(ds))
     return records if node.only_stacks else WholeBatching.of(ds, records)
 
