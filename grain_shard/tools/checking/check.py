@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from grain_shard.errors import ShardingError, describe_error, describe_mesh, require_int
 from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
 from grain_shard.iteration.random_access import ENDLESS
@@ -317,7 +319,9 @@ class _Check:
             raise _NotMade(f"not checked: {error.problem}") from None
 
     def _no_mesh(self, comparison: Comparison) -> None:
-        raise _NotMade("not checked: a batch fits on no mesh of another size")
+        devices = jax.local_device_count()
+        has = f"this host has {devices} {'device' if devices == 1 else 'devices'}"
+        raise _NotMade(f"not checked: {has}, and a batch fits on no mesh of another size")
 
     def _many_times(self, comparison: Comparison) -> None:
         self._require_threads()
