@@ -115,6 +115,7 @@ REFILLED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*a number for all 8 rows of the batch")
 @pytest.mark.parametrize("build", REFILLED.values(), ids=REFILLED)
 def test_a_source_may_fill_its_buffers_again(build):
     MADE.clear()
