@@ -4,9 +4,9 @@
     python examples/model_axis.py --checkpoint-dir /tmp/model --explicit   # on Explicit axes
     python examples/model_axis.py --checkpoint-dir ... --distributed       # on every host of a pod
 
-The rows of a batch are sharded over "data", and the hidden units over "model". Each host reads the
-rows of its own devices. A run that is started again, on any number of hosts and on axes of either
-type, goes on after the last checkpoint.
+The rows of a batch are sharded over "data", and the hidden units over the four devices of "model".
+Each host reads the rows of its own devices. A run that is started again, on any number of hosts and
+on axes of either type, goes on after the last checkpoint.
 """
 
 import argparse
@@ -37,11 +37,12 @@ from grain_shard.checkpoint import CheckpointRestore, CheckpointSave  # noqa: E4
 # With Auto axes the compiler finds the sharding of each result. With Explicit axes each layer with
 # sharded weights needs the sharding of its result, or JAX raises "Contracting dimensions are
 # sharded".
-axis_type, hidden, rows = AxisType.Auto, None, None
+axis_type, of_hidden, of_result = AxisType.Auto, None, None
 if args.explicit:
     axis_type = AxisType.Explicit
-    hidden, rows = PartitionSpec("data", "model"), PartitionSpec("data", None)
-mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    of_hidden, of_result = PartitionSpec("data", "model"), PartitionSpec("data", None)
+shape = jax.device_count() // 4, 4
+mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
 SAVE_EVERY = 40  # steps
 
 
@@ -59,8 +60,8 @@ class Model(nnx.Module):
         self.down = nnx.Linear(64, 1, kernel_init=rows, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.relu(self.up(x, out_sharding=hidden))
-        return self.down(x, out_sharding=rows)[:, 0]
+        x = nnx.relu(self.up(x, out_sharding=of_hidden))
+        return self.down(x, out_sharding=of_result)[:, 0]
 
 
 @nnx.jit

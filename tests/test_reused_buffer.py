@@ -40,6 +40,7 @@ RIGHT = {
     "a copy": lambda i, buffer: {"id": overwritten(i, buffer).copy()},
     "a constant beside it": lambda i, buffer: {"id": np.full(3, i), "constant": buffer},
     "overlapping windows of one array": lambda i, _: {"id": TOKENS[i : i + 3]},
+    "a memory map and an offset": lambda i, _: {"all": TOKENS, "id": TOKENS[i : i + 1]},
     "a class of its own": lambda i, _: {1: None, "id": i},
 }
 
@@ -68,6 +69,16 @@ def of_feeds(source, **options):
 def test_a_buffer_that_the_next_read_overwrites_is_refused(record, make):
     with pytest.raises(ShardingError, match=r"one array for several records.*of SourceMapDataset"):
         list(make(Source(record), num_threads=1))
+
+
+def test_the_rows_of_several_batches_that_are_read_in_one_call_are_looked_at_together():
+    class Together(Source):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    source = Together(REUSED["the buffer"])
+    with pytest.raises(ShardingError, match="one array for several records"):
+        list(grain.MapDataset.source(source).batch(1).shard_to(data_mesh(1)))
 
 
 @pytest.mark.parametrize("make", [of_map, of_feeds])

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.reused_buffer import refuse_reused_buffer
+from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.spans import READ, span
 from grain_shard.threads.tasks import Raised, Task
 
@@ -108,6 +108,7 @@ class Read(Task):
         parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
         done: Called with the read after its run.
+        buffers: Looks for arrays that a later read overwrites.
 
     Attributes:
         sink: The sink of the first range.
@@ -117,8 +118,15 @@ class Read(Task):
         seconds: After the run, its wall-clock time in seconds.
     """
 
-    def __init__(self, parts: Sequence[Part], reads_many: bool, done: Callable[[Read], None]):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        reads_many: bool,
+        done: Callable[[Read], None],
+        buffers: ReusedBuffers,
+    ):
         self._parts, self._reads_many, self._done = list(parts), reads_many, done
+        self._buffers = buffers
         self.sink: Sink = parts[0].sink
         self.size: int = 0
         self.is_new: bool = parts[0].elements is None
@@ -133,7 +141,7 @@ class Read(Task):
             # If the call for all parts fails, each part is read alone below. So only the batch with
             # the bad record gets the error.
             with contextlib.suppress(BaseException):
-                read = _read(parts, until)
+                read = self._read(parts, until)
                 parts = [p._replace(elements=e or None) for p, e in zip(parts, read, strict=True)]
                 until = time.perf_counter() + 2 * _READ_S
         for part in parts:
@@ -156,7 +164,7 @@ class Read(Task):
             return 0
         elements = part.elements
         if elements is None:
-            (elements,) = _read([part], until)
+            (elements,) = self._read([part], until)
             until = time.perf_counter() + 2 * _READ_S
         count = part.sink.write(elements, part.start, until)
         self.size += count
@@ -165,18 +173,16 @@ class Read(Task):
             self.left += [*read._replace(elements=elements).cut(count)[1], *unread]
         return count
 
+    def _read(self, parts: Sequence[Part], until: float) -> list[Elements]:
+        """Returns the elements of each part, read in one call if the source can.
 
-def _read(parts: Sequence[Part], until: float) -> list[Elements]:
-    """Returns the elements of each part, read in one call if the source can.
+        If the time is over or a read failed, elements at the end are missing.
 
-    If the time is over or a read failed, elements at the end are missing.
-
-    Raises:
-        ShardingError: The source overwrites elements that it has returned.
-    """
-    with span(READ):
-        ways = [sink.way(start, stop) for sink, start, stop, _ in parts]
-        read = read_together(ways, until, parts[0].sink.faults)
-        for elements, way in zip(read, ways, strict=True):
-            refuse_reused_buffer(elements, way)
-        return read
+        Raises:
+            ShardingError: The source overwrites elements that it has returned.
+        """
+        with span(READ):
+            ways = [sink.way(start, stop) for sink, start, stop, _ in parts]
+            read = read_together(ways, until, parts[0].sink.faults)
+            self._buffers.refuse(read, ways)
+            return read

@@ -18,6 +18,7 @@ from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
+from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Raised
@@ -60,6 +61,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
         self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
+        self._buffers = ReusedBuffers()
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads that were drawn and are not done
@@ -78,7 +80,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
                 with self._lock:
                     self._under_way += 1
                 results.begin(sequence.begun - begun)
-                return Read(parts, self._reads_many, self._has_read)
+                return Read(parts, self._reads_many, self._has_read, self._buffers)
             if not more_may_be_left:
                 results.end(sequence.end or Raised(StopIteration(), None))
         return None

@@ -3,63 +3,107 @@
 from __future__ import annotations
 
 import itertools
-import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import Elements, Route
 
-# The number of elements of a read that are compared with each other. A mixture may take turns
-# between a few sources.
-_COMPARED = 4
-
-_NODES = dict, list, tuple
-# The datasets whose elements are known to have arrays of their own.
-_known: weakref.WeakSet[grain.MapDataset] = weakref.WeakSet()
+# Most reads of a run that are looked at, elements of each, nodes in the tree of an element, and
+# values of an array that are compared. A look at an array costs about a microsecond.
+_READS, _ELEMENTS, _NODES, _VALUES = 8, 64, 256, 4096
 
 
-def refuse_reused_buffer(elements: Elements, way: Route) -> None:
-    """Raises an error if a later read has overwritten the array of an element.
+class ReusedBuffers:
+    """Looks for arrays that a later read overwrites, in the first reads of a run.
 
     A thread reads several elements before it copies them into a batch. So all of them would have
-    the values of the last one, also if only one thread reads. Elements are looked at until two of
-    them were read in one call. If they share memory, as windows of one array also do, they are read
-    once more to see if the second read changes the first element.
-
-    Args:
-        elements: The elements that were read, of a source or of an unknown dataset.
-        way: The route that has read them.
-
-    Raises:
-        ShardingError: The array of an element is overwritten by the next read.
+    the values of the last one, also if only one thread reads. Two elements may share an array
+    without harm, such as a constant or a memory map. So both are read once more, to see if the
+    second read changes the array of the first.
     """
-    if len(elements) < 2 or not isinstance(elements, list) or way.ds in _known:
-        return
-    for i, j in itertools.combinations(range(min(_COMPARED, len(elements))), 2):
-        pairs = itertools.product(_arrays(elements[i]), _arrays(elements[j]))
-        if any(np.may_share_memory(*pair) for pair in pairs) and _overwrites(way, i, j):
-            first, second = way.indices[[i, j]].tolist()
-            raise ShardingError(
-                f"the source returns one array for several records: to read element {second} of"
-                f" {way.ds} changes the array of element {first}, which was returned before.",
-                remedy="return a new array for each record, such as self.buffer.copy().",
-            )
-    _known.add(way.ds)
+
+    def __init__(self):
+        self._reads_left = _READS
+        self._failure: ShardingError | None = None
+        self._constants = set[int]()  # addresses of shared arrays that no read changes
+
+    def refuse(self, read: Sequence[Elements], ways: Sequence[Route]) -> None:
+        """Raises an error if a later read has overwritten the array of an element.
+
+        Args:
+            read: The elements that were read together, of each route.
+            ways: The routes that have read them.
+
+        Raises:
+            ShardingError: The array of an element is overwritten by the next read.
+        """
+        if self._failure is not None:
+            raise self._failure  # again, because parts that fail together are read one by one
+        if self._reads_left <= 0 or sum(map(len, read)) < 2:
+            return
+        self._reads_left -= 1
+        owners: dict[int, Route] = {}
+        for way, element in itertools.islice(_each(read, ways), _ELEMENTS):
+            for array in _arrays(element):
+                address = _address(array)
+                owner = owners.setdefault(address, way)
+                if owner is way or address in self._constants:
+                    continue
+                if _overwrites(owner, way, address):
+                    self._failure = ShardingError(
+                        "the source returns one array for several records: to read element"
+                        f" {way.indices.item()} of {way.ds} changes the array of element"
+                        f" {owner.indices.item()}, which was returned before.",
+                        remedy="return a new array for each record, such as self.buffer.copy().",
+                    )
+                    raise self._failure
+                self._constants.add(address)
+
+
+def _each(read: Sequence[Elements], ways: Sequence[Route]) -> Iterator[tuple[Route, Any]]:
+    """Yields each element with a route for it alone. Rows of one array in memory are left out."""
+    for elements, way in zip(read, ways, strict=True):
+        if isinstance(elements, list):
+            for i, element in enumerate(elements):
+                yield way.part(i, i + 1), element
 
 
 def _arrays(element: Any) -> list[np.ndarray]:
-    """Returns the arrays of an element. It may be of any class, because no .map has seen it yet."""
-    if isinstance(element, np.ndarray):
-        return [element]
-    nodes = element.values() if isinstance(element, dict) else element
-    return list(itertools.chain(*map(_arrays, nodes))) if isinstance(element, _NODES) else []
+    """Returns the arrays of an element, which may be of any class, as no .map has seen it yet."""
+    nodes, arrays = [element], []
+    for node in itertools.islice(_growing(nodes), _NODES):
+        if isinstance(node, np.ndarray):
+            arrays += [node] * bool(node.size)
+        elif isinstance(node, dict):
+            nodes += dict.values(node)  # a class of the user may do more in its own `values`
+        elif isinstance(node, list | tuple):
+            nodes += itertools.islice(node, _NODES)
+    return arrays
 
 
-def _overwrites(way: Route, i: int, j: int) -> bool:
-    first = _arrays(way.part(i, i + 1).read()[0])
-    before = [array.tobytes() for array in first]
-    way.part(j, j + 1).read()
-    return any(array.tobytes() != old for array, old in zip(first, before, strict=True))
+def _growing(nodes: list[Any]) -> Iterable[Any]:
+    i = 0
+    while i < len(nodes):
+        yield nodes[i]
+        i += 1
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _overwrites(owner: Route, way: Route, address: int) -> bool:
+    """Returns True if a read by `way` changes an array that a read by `owner` returned before."""
+    arrays = [array for array in _arrays(owner.read()[0]) if _address(array) == address]
+    before = [_values(array) for array in arrays]
+    way.read()
+    return any(_values(array) != values for array, values in zip(arrays, before, strict=True))
+
+
+def _values(array: np.ndarray) -> bytes:
+    """Returns some values of an array, spread evenly: it may be a memory map of a large file."""
+    step = -(-array.size // _VALUES)
+    return array.flat[::step].tobytes()

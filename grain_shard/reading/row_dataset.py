@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import grain
+import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.grain_inside import nodes
@@ -27,7 +28,7 @@ def batching_of(ds: grain.MapDataset) -> Batching:
     node = nodes.batch_node(ds)
     if node is None:
         return WholeBatching.of(ds, None)
-    if isinstance(size := node.global_batch_size, float):
+    if isinstance(size := node.global_batch_size, float | np.floating):
         raise ShardingError(
             f"batch_size={size!r} of .batch is not an integer.",
             remedy="divide by // instead of /.",

@@ -25,6 +25,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route, route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
+from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.spans import READ, span
 from grain_shard.threads.bell import Bell
 from grain_shard.threads.crew import Crew
@@ -270,7 +271,7 @@ class _Lines(Tasks):
     def __init__(self, faults: Faults, num_rows: int, num_feeds: int, bytes_ahead: int):
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows, self._num_feeds = faults, num_rows, num_feeds
-        self._bytes_ahead = bytes_ahead
+        self._bytes_ahead, self._buffers = bytes_ahead, ReusedBuffers()
         self._lock = threading.Lock()
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
@@ -329,7 +330,8 @@ class _Lines(Tasks):
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
         if not isinstance(part, Part):
             return None
-        return Read([part], cast(_Line, part.sink).reads_many, self.has_read)
+        reads_many = cast(_Line, part.sink).reads_many
+        return Read([part], reads_many, self.has_read, self._buffers)
 
     def _drawn(self) -> Part | None:
         with self._lock:

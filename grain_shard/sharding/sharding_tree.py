@@ -316,8 +316,8 @@ class ShardingTree:
         if unused:
             names = ", ".join(map(path_of, unused))
             remedy = f"add this leaf to the specs. The batch does not have {names}."
-            by_name = {_last_name(head): path_of(head) for head in unused}
-            if similar := difflib.get_close_matches(_last_name(keys), by_name, n=1):
+            by_name = {_name(head): path_of(head) for head in unused}
+            if similar := difflib.get_close_matches(_name(keys), by_name, n=1):
                 remedy = f"in the specs, rename {by_name[similar[0]]} to {path_of(keys)}."
         if any(head[: len(keys)] == keys for head in prefix):
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
@@ -331,5 +331,5 @@ class ShardingTree:
         )
 
 
-def _last_name(keys: KeyPath) -> str:
-    return jax.tree_util.keystr(keys[-1:], simple=True)
+def _name(keys: KeyPath) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/").casefold()

@@ -132,7 +132,8 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
     spec = PartitionSpec() if spec is None else spec
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
-        axis = spec if spec in mesh.axis_names else mesh.axis_names[0]
+        is_axis = isinstance(spec, str) and spec in mesh.axis_names
+        axis = spec if is_axis else mesh.axis_names[0]
         raise ShardingError(
             f"the spec {spec!r} is not a PartitionSpec.",
             mesh_axes=axes,
