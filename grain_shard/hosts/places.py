@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from grain_shard.hosts.compare import hosts_text
 
-# What a loop most likely does that has stood still for long.
+# The most likely places of a loop that has stood still for long.
 IN_STEP, IN_SAVE = "most likely in the step of that batch", "in a save"
 _REMEDY = (
     "  remedy: leave the loop at the same batch on all hosts, and call next and save equally often"

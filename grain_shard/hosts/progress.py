@@ -88,7 +88,7 @@ class Progress:
         """Posts the place of this host. The first host also compares the places of all hosts.
 
         Args:
-            still: What the loop most likely does that has stood still for long; "" if it has not.
+            still: The most likely place of a loop that has stood still for long; "" if it has not.
             at_exit: True if the process ends.
 
         Returns:
