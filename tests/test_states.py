@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import re
@@ -270,8 +271,8 @@ def test_a_changed_state_gives_the_right_rows_or_a_state_error(kind):
             at(holder, before)[last] = junk
         with contextlib.suppress(StateError):
             iterator.set_state(holder["state"])
-            found = ids([next(iterator)])
-            # Another step or record of random access is the state of another place.
+            found = ids(itertools.islice(iterator, 1))
+            # Another step or record of random access is the state of another place, or of the end.
             assert found == rows or (kind == "random access" and path[0] in ("step", "record"))
 
     with BUILD[kind]() as iterator:
