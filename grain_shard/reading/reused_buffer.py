@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,21 +74,15 @@ def _each(read: Sequence[Elements], ways: Sequence[Route]) -> Iterator[tuple[Rou
 def _arrays(element: Any) -> list[np.ndarray]:
     """Returns the arrays of an element, which may be of any class, as no .map has seen it yet."""
     nodes, arrays = [element], []
-    for node in itertools.islice(_growing(nodes), _NODES):
+    for node in itertools.islice(nodes, _NODES):  # those that are added below are met, too
         if isinstance(node, np.ndarray):
             arrays += [node] * bool(node.size)
         elif isinstance(node, dict):
-            nodes += dict.values(node)  # a class of the user may do more in its own `values`
+            # A class of the user may do more in its own `values`.
+            nodes += itertools.islice(dict.values(node), _NODES)
         elif isinstance(node, list | tuple):
             nodes += itertools.islice(node, _NODES)
     return arrays
-
-
-def _growing(nodes: list[Any]) -> Iterable[Any]:
-    i = 0
-    while i < len(nodes):
-        yield nodes[i]
-        i += 1
 
 
 def _address(array: np.ndarray) -> int:
