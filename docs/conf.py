@@ -121,6 +121,7 @@ FOUND_BY = {
         *("prefetch", "remainder", "drop last batch", "divisible", "timeout_s", "num_threads"),
     ],
     ("options", "## The mesh in use"): ["set_mesh", "PartitionSpec"],
+    ("options", "## The chain by hand"): ["host_rows", "numpy batches", "own device_put"],
     ("other_machines", "# More processors than this host has"): [
         *("workers", "num_workers", "worker processes", "__main__", "__main__ guard"),
     ],

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from grain_shard import PadToDivisible, ShardBatch
+import grain_shard  # noqa: F401 (it gives datasets the method .shard_to)
 
 GLOBAL_BATCH_SIZE, EPOCHS = 128, 5  # the batch of all hosts together
 
@@ -29,14 +29,9 @@ def keras_mesh():
     return keras.distribution.distribution().device_mesh.backend_mesh
 
 
-def host_rows(ds, first_step=0):
-    sharded = ds.shard_to(keras_mesh(), jax.P("batch"), read="needed")
-    with iter(sharded) as batches:  # compares the hosts
-        batches.seek(first_step)
-        next(batches)
-    ds = ds.pipe(PadToDivisible(sharded.layout.divisor)).pipe(ShardBatch(sharded.layout))
-    ds = ds[first_step:].map(lambda batch: (batch["x"], batch["y"], batch["valid_mask"]))
-    return ds.to_iter_dataset(grain.ReadOptions(num_threads=8, prefetch_buffer_size=8))
+def host_rows(ds):
+    ds = ds.shard_to(keras_mesh(), jax.P("batch")).host_rows()
+    return ds.map(lambda batch: (batch["x"], batch["y"], batch["valid_mask"]))
 
 
 # end of recipe
@@ -113,7 +108,7 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
 
     def fit(first_epoch, last_epoch, num_steps):
         model.fit(
-            host_rows(ds.repeat(), int(model.optimizer.iterations)),
+            host_rows(ds.repeat()[int(model.optimizer.iterations) :]),
             shuffle=False,  # the pipeline has shuffled. With True, Keras warns that it does not
             steps_per_epoch=num_steps,
             initial_epoch=first_epoch,

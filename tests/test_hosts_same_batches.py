@@ -166,11 +166,13 @@ def run_case(case, devices):
                 spec = spec[leaf] if isinstance(spec, Mapping) else spec
                 expected = NamedSharding(mesh, P(*spec[: array.ndim]))
                 assert array.sharding.is_equivalent_to(expected, array.ndim), (leaf, array.sharding)
+    read = source.read_for_batches()
     return {
         "batches": batches,
         "names": names,
         "states": states,
-        "read": source.read_for_batches(),
+        "read": read,
+        "host_rows": None if sharded.settings.final_shardings else list(sharded.host_rows()),
         "length": len(sharded),
     }
 
@@ -329,6 +331,22 @@ def test_the_state_is_the_same_on_every_host_of_every_run_and_small(runs, name):
     for k, state in enumerate(states):
         assert json.loads(state)["step"] == k + 1
         assert len(state) < 200
+
+
+@every_case
+def test_host_rows_are_the_rows_of_the_devices_of_the_host_as_numpy_arrays(runs, name):
+    expected = expected_batches(CASES[name])
+    for _, results in of_each_host_count(runs, name):
+        for result in results:
+            if result["host_rows"] is None:  # the devices move the rows, with read="once"
+                continue
+            for k, (found, batch) in enumerate(zip(result["host_rows"], expected, strict=True)):
+                rows = held_rows(result["batches"][k], CASES[name].rows)
+                for leaf, array in found.items():
+                    held = batch[leaf][rows]
+                    assert type(array) is np.ndarray
+                    is_numbers = leaf != "name"  # texts may be of another width
+                    np.testing.assert_array_equal(array, held, f"{leaf} {k}", strict=is_numbers)
 
 
 @every_case

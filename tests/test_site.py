@@ -43,6 +43,7 @@ mixtures: mixture
 monitoring: which host is slow
 notebooks/01_quick_start: quick start
 options: prefetch, set_mesh, PartitionSpec, remainder, divisible, drop last batch
+options: host_rows, numpy batches
 other_machines: workers, num_workers, worker crash, __main__ guard
 recipes: Keras, fit, model.fit, steps_per_epoch, validation_data, set_random_seed, keras predict
 recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint

@@ -34,6 +34,7 @@ class ShardedDataset(grain.IterDataset):
         host: This host's batches, which an iterator opens at any position.
         settings: The options of `shard_to`.
         layout: The rows of a global batch that this host reads.
+        to_devices: False if iterators hand out `host_rows`.
 
     Args:
         parent: This host's batches, as a Grain dataset.
@@ -42,6 +43,7 @@ class ShardedDataset(grain.IterDataset):
         settings: The options of `shard_to`.
         records_per_batch: Returns the number of records in a full global batch; None if it is not
             known.
+        to_devices: False leaves the batches on the host; see `host_rows`.
 
     Example:
         >>> import grain_shard, jax
@@ -57,8 +59,10 @@ class ShardedDataset(grain.IterDataset):
         host: HostBatches,
         settings: Settings,
         records_per_batch: Callable[[], int | None],
+        to_devices: bool = True,
     ):
         super().__init__(parent)
+        self.to_devices: bool = to_devices
         self.host: HostBatches = host
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
@@ -142,6 +146,38 @@ class ShardedDataset(grain.IterDataset):
         host = self.host.repeated(n)
         return Epochs(host, num_epochs=n, **self._how(host))
 
+    def host_rows(self) -> ShardedDataset:
+        """Returns the same dataset, whose iterators hand out the rows of this host as NumPy arrays.
+
+        This is for a trainer that puts the rows on the devices itself, as Keras does. All else is
+        the same: padding and mask, states, retries, and the comparison of hosts.
+
+        Returns:
+            A dataset of trees of arrays ``[host_batch_size, ...]``. They have the rows of this
+            host's devices, in ascending order. Do not write to the arrays, which may share memory
+            with the source.
+
+        Raises:
+            ShardingError: ``read="once"`` moves rows from host to host on the devices.
+
+        Example:
+            >>> import grain_shard, jax
+            >>> mesh = jax.make_mesh((8,), ("data",))
+            >>> ds = grain.MapDataset.range(5).map(lambda i: {"x": i}).batch(5).shard_to(mesh)
+            >>> next(iter(ds.host_rows()))["x"]
+            array([0, 1, 2, 3, 4, 0, 0, 0])
+        """
+        if self.settings.final_shardings:
+            raise ShardingError(
+                'with read="once", this host reads only a part of the rows of its devices, and the'
+                " devices get the others from other hosts.",
+                mesh_axes=self.shardings.mesh_axes,
+                remedy='pass read="needed" to .shard_to.',
+            )
+        return ShardedDataset(
+            self.parents[0], self.host, self.settings, self._records_per_batch, to_devices=False
+        )
+
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the keyword arguments of `ShardedIterator` for batches of this host.
 
@@ -184,7 +220,8 @@ class ShardedDataset(grain.IterDataset):
         rows = f", {size} rows a batch" if isinstance(size, int) else ""
         specs = ", ".join(dict.fromkeys(describe_spec(s.spec) for s in self.shardings.named()))
         mesh = describe_mesh(self.shardings.mesh_axes)
-        return f"<ShardedDataset of {self.host.kind}{count}{rows}, {specs}, mesh ({mesh})>"
+        where = "" if self.to_devices else ", on the host"
+        return f"<ShardedDataset of {self.host.kind}{count}{rows}, {specs}, mesh ({mesh}){where}>"
 
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: batches on the devices cannot be batched again."""
@@ -251,6 +288,7 @@ class ShardedDataset(grain.IterDataset):
             self.layout,
             is_padding=is_padding,
             host_batch_sizes=self.host.host_batch_sizes,
+            to_devices=self.to_devices,
         )
 
     def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:

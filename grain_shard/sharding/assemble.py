@@ -65,6 +65,7 @@ class Assembler:
             for no digest.
         host_batch_sizes: Every allowed number of rows of a host batch. () allows only the number of
             the first batch.
+        to_devices: False checks the batches, and leaves them on the host as NumPy arrays.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Assembler:
         *,
         is_padding: Callable[[FlatBatch], bool] | None = None,
         host_batch_sizes: Sequence[int] = (),
+        to_devices: bool = True,
     ):
-        self._shardings, self._layout = shardings, layout
+        self._shardings, self._layout, self._to_devices = shardings, layout, to_devices
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         # A digest of this host's first batch. It is "" before that batch, without `is_padding`, and
@@ -136,6 +138,8 @@ class Assembler:
         def on_devices(array: np.ndarray, leaf: _Leaf, sharding: Sharding | None) -> Any:
             if sharding is None:
                 return array
+            if not self._to_devices:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
             return jax.ShapeDtypeStruct(leaf.global_shape, dtype, sharding=sharding)
 
@@ -148,6 +152,8 @@ class Assembler:
         check_held(
             leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
         )
+        if not self._to_devices:
+            return rows
         if global_shape and len(layout.shards) < layout.divisor:
             shard = lambda index: rows[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
