@@ -10,9 +10,9 @@ import pytest
 from grain_shard.threads.pace import ReadPace, ThreadCount, Window
 
 
-def waiting(rate, process_cores=0.02):
+def waiting(rate, process_cores=0.02, starved=1.0):
     """A window in which reads wait: hardly a processor is busy."""
-    return Window(rate, thread_cores=process_cores, process_cores=process_cores, starved=1.0)
+    return Window(rate, thread_cores=process_cores, process_cores=process_cores, starved=starved)
 
 
 def computing(rate, thread_cores=0.9):
@@ -40,6 +40,18 @@ TABLE = {
     "no more than there can be": (
         [waiting(10)] * 2,
         [1, 16, 1],  # and sixteen that were no better than one are taken back
+    ),
+    "a window in which the consumer waits less than half as long says nothing": (
+        [waiting(10), waiting(10, starved=0.4), waiting(10, starved=0.2), waiting(160)],
+        [1, 16, 16, 16, 128],
+    ),
+    "but four of them do": (
+        [waiting(10), *[waiting(10, starved=0.4)] * 4],
+        [1, 16, 16, 16, 16, 1],
+    ),
+    "after attempts in both directions that were no better, attempts are smaller": (
+        [waiting(10), *[computing(rate) for rate in (160, *[150] * 5, 75, *[150] * 8)]],
+        [1, 16, 32, 16, 16, 16, 16, 8, *[16] * 7, 23, 16],
     ),
     "reads that compute stay alone, then twice as many are tried, and taken back if no better": (
         [computing(50), *REST, computing(100), computing(104)],
@@ -145,6 +157,22 @@ def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkey
     assert window.rate == pytest.approx(160)
     assert window.starved == pytest.approx(1)
     assert window.process_cores == pytest.approx(0.16)
+
+
+def test_a_window_with_more_threads_begins_when_as_many_read(monkeypatch):
+    """The third thread takes 200 ms to start. Its window has three reads at all times."""
+    clock, windows = Clock(), []
+    clock.pace.consumer_waits(0.0)
+    clock.reads(0.0, 0.1)
+    monkeypatch.setattr(clock.pace, "threads", 3)
+    monkeypatch.setattr(clock.pace.count, "decide", windows.append)
+    starts = 0.1, 0.1, 0.3
+    for start in starts:
+        clock.pace.begun(start)
+    for start in starts:
+        clock.pace.done(start, 0.5, 0.0, 1)
+    (window,) = windows
+    assert window.rate == pytest.approx(3 / ((0.4 + 0.4 + 0.2) / 3))
 
 
 def test_there_are_no_more_threads_than_the_system_allows():

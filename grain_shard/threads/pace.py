@@ -8,6 +8,7 @@ they keep busy. `ThreadCount` decides the number of threads by these measurement
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -33,11 +34,16 @@ _SURELY_WAITS = 0.1
 # The largest factor by which threads are added at once. Measurements of few reads may not hold for
 # many reads.
 _LARGEST_STEP = 16
+# The factor by which threads are added or taken away after two attempts that did not help.
+_SMALL_STEP = 2**0.5
 # More threads are kept if they multiply the rate by at least _GAIN. Fewer threads are kept if they
 # multiply it by at least _LOSS.
 _GAIN, _LOSS = 1.05, 0.98
 # If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
+# A consumer that is busy slows the threads down, for example with its first batch. A window in which
+# it waits less than half as long as before an attempt does not count, at most this many times.
+_MOST_LEFT_OUT = 3
 # Number of windows without an attempt after an attempt that did not help. It begins with _REST, and
 # doubles with each further attempt that does not help, up to _LONGEST_REST.
 _REST, _LONGEST_REST = 3, 64
@@ -66,9 +72,9 @@ class ThreadCount:
     threads that would keep one processor busy, but by a factor of 16 at most. Otherwise twice as
     many threads are tried, or half as many. A change that helps is kept. A change that does not
     help is taken back, and the other direction is tried after a rest of some windows. The rest
-    grows with the number of attempts that did not help. If the source becomes slow, more threads
-    are tried first. If it becomes fast, fewer threads are tried first. No change is tried while the
-    consumer hardly waits.
+    grows with the number of attempts that did not help, and after two of them attempts are smaller.
+    If the source becomes slow, more threads are tried first. If it becomes fast, fewer threads are
+    tried first. No change is tried while the consumer hardly waits.
 
     Args:
         most: Largest number of threads.
@@ -88,6 +94,9 @@ class ThreadCount:
         self._rate = self._spread = 0.0
         # (threads, rate, spread) before the present attempt; None without an attempt.
         self._before: tuple[int, float, float] | None = None
+        # The least share of the time in which the consumer has to wait in a window with the present
+        # attempt, and the number of windows that may be left out because it waits less.
+        self._least_starved, self._may_leave_out = 0.0, 0
         self._up = True  # True if the next attempt is with more threads
         self._rest, self._next_rest = 0, _REST
         self._is_other = False  # True if the last window was far from the mean rate
@@ -106,6 +115,8 @@ class ThreadCount:
         elif window.starved < _FED:
             # The consumer was slower than the threads, so the rate was the rate of the consumer.
             self._before, self._rate = None, 0.0
+        elif self._before and window.starved < self._least_starved and self._may_leave_out:
+            self._may_leave_out -= 1
         elif self._before is not None and not self._helped(*self._before, window.rate):
             pass  # `_helped` has already taken the attempt back
         else:
@@ -174,10 +185,14 @@ class ThreadCount:
                 return
         elif not self._up and self.threads == 1:
             self._up = True
-        step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01))) if waits else 2
-        threads = min(self.most, step * self.threads) if self._up else self.threads // 2
+        step = 2.0 if self._next_rest < 4 * _REST else _SMALL_STEP
+        down = int(self.threads / step)
+        if waits:
+            step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01)))
+        threads = min(self.most, math.ceil(step * self.threads)) if self._up else down
         if threads != self.threads:
             self._before = self.threads, self._rate, self._spread
+            self._least_starved, self._may_leave_out = window.starved / 2, _MOST_LEFT_OUT
             self._set(threads, "reads wait" if waits else "an attempt")
 
     def _set(self, threads: int, why: str) -> None:
@@ -238,9 +253,9 @@ class ReadPace:
             now: The time in seconds, by `time.perf_counter`.
         """
         self._pass(now)
-        if self._window is None and self.seconds_per_record is None:
-            self._window = self._new_window(now)
         self._active += 1
+        if self._window is None and self._active == self.threads:
+            self._window = self._new_window(now)
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
         """Notes that a thread has finished a task.
@@ -281,9 +296,9 @@ class ReadPace:
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
         self.threads = self.count.threads
-        # If there are fewer threads now, a thread that should rest may still read. So the next
-        # window begins only when a read ends that began with the new number.
-        self._window = None if self.threads < threads else self._new_window(now)
+        # With another number of threads, the next window begins when as many threads read. New
+        # threads take a while to start, and threads that should rest may still read.
+        self._window = self._new_window(now) if self.threads == threads else None
         if self.threads != threads:
             self._changed = now
 
