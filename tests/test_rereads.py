@@ -153,6 +153,16 @@ def of_4_mb(i):
     return {"x": np.full(2**20, scaled(i)["x"], np.float32)}
 
 
+def longer(i):
+    return {"x": np.zeros(32 * getattr(HERE, "scale", 1), np.int32)}
+
+
+def unlike_within(i):
+    x = np.zeros((4, 8), np.float32)
+    x[2, 5] = getattr(HERE, "scale", 1)
+    return {"x": x}
+
+
 def after_batch(function):
     ds = grain.MapDataset.range(64).batch(8)
     return ds.map(lambda batch: {"x": np.array([function(i)["x"] for i in batch])})
@@ -227,6 +237,8 @@ FOUND = {
     only_there: ("", "a dict", 3, "ValueError: too large"),
     only_here: ("", "no row", 3, "a dict"),
     of_4_mb: ("['x']", "[2., 2., ..., 2., 2.]", 1, "[1., 1., ..., 1., 1.]"),
+    longer: ("['x']", "int32[64]", 0, "int32[32]"),
+    unlike_within: ("['x']", "2.0 at [2, 5]", 0, "1.0 at [2, 5]"),
 }
 
 

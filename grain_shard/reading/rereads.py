@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.reading.row_values import Difference, Leaves, Row, is_lost, shown
+from grain_shard.reading.row_values import Difference, Leaves, Row, is_lost, shown_apart
 from grain_shard.reading.sample import Sample
 
 # To tell a record that is random, if only rarely, from a raced one, the records are read alone this
@@ -152,9 +152,10 @@ def _raced(sample: Sample, alone: Mapping[int, Row]) -> Difference | None:
 
 
 def _error(sample: Sample, found: Difference, reader: str, maker: Maker) -> ShardingError:
+    got, alone = shown_apart(found.got, found.alone)
     return ShardingError(
-        f"{reader} got {shown(found.got)} from {sample.name(found.record)}, and one thread that"
-        f" reads alone gets {shown(found.alone)}, each time.",
+        f"{reader} got {got} from {sample.name(found.record)}, and one thread that reads alone gets"
+        f" {alone}, each time.",
         path=found.path,
         leaf=next((describe_leaf(x) for x in found[2:] if isinstance(x, np.ndarray)), None),
         remedy=REMEDY_OF_RACES if maker.has_threads else REMEDY_OF_WORLDS,

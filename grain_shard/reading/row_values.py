@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grain_shard.errors import describe_leaf
 from grain_shard.trees import ROOT, as_arrays, flatten, is_text, path_of
 
 # Most characters of a value in a message, and of a text in place of it, such as an error.
@@ -133,3 +134,20 @@ def shown(value: np.ndarray | str | None) -> str:
         return value[:_SHOWN_WORDS]
     text = np.array2string(value, threshold=8, edgeitems=2, separator=", ")
     return " ".join(text.split())[:_SHOWN]
+
+
+def shown_apart(one: np.ndarray | str | None, other: np.ndarray | str | None) -> tuple[str, str]:
+    """Returns two values that differ as two texts that differ.
+
+    If their first numbers are the same, the texts are their dtypes and shapes, or the first numbers
+    that differ.
+    """
+    texts = shown(one), shown(other)
+    if texts[0] != texts[1] or not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
+        return texts
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return describe_leaf(one), describe_leaf(other)
+    bits = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (one, other)]
+    first = int(np.flatnonzero((bits[0] != bits[1]).any(axis=1))[0])
+    at = [int(i) for i in np.unravel_index(first, one.shape)]
+    return f"{one.flat[first]} at {at}", f"{other.flat[first]} at {at}"

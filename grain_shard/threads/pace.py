@@ -41,8 +41,8 @@ _SMALL_STEP = 2**0.5
 _GAIN, _LOSS = 1.05, 0.98
 # If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
-# A consumer that is busy slows the threads down, for example with its first batch. A window in which
-# it waits less than half as long as before an attempt does not count, at most this many times.
+# A busy consumer slows the threads down, for example with its first batch. A window in which it
+# waits less than half as long as before an attempt does not count, at most this many times.
 _MOST_LEFT_OUT = 3
 # Number of windows without an attempt after an attempt that did not help. It begins with _REST, and
 # doubles with each further attempt that does not help, up to _LONGEST_REST.

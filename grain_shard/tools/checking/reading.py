@@ -15,7 +15,7 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.reading.row_values import same_values, shown
+from grain_shard.reading.row_values import same_values, shown_apart
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch, flatten, is_text
 
@@ -89,10 +89,10 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
         if not is_like:
             return Difference(path, None, describe_leaf(a), describe_leaf(b), describe_leaf(b))
         if not a.ndim:
-            return Difference(path, None, shown(a), shown(b), describe_leaf(b))
+            return Difference(path, None, *shown_apart(a, b), describe_leaf(b))
         row = next(i for i in range(len(a)) if not same_values(a[i : i + 1], b[i : i + 1]))
         of_batch = row if rows is None else int(rows[row])
-        return Difference(path, of_batch, shown(a[row]), shown(b[row]), describe_leaf(b))
+        return Difference(path, of_batch, *shown_apart(a[row], b[row]), describe_leaf(b))
     return None
 
 
