@@ -31,7 +31,7 @@ from tests.conftest import (
     refused,
     to_numpy,
 )
-from tests.pipelines import after, flat, going_on, shared_out
+from tests.pipelines import after, flat, going_on, shared_out, with_states
 
 
 def records(num_records=58):
@@ -564,9 +564,34 @@ def sought(ds):
         next(iterator)
 
 
-class TestIteratorsThatGaveOneBatch:
+class TestAnotherIteratorThatBeginsAnew:
+    @pytest.mark.parametrize("is_kept", [True, False])
+    @pytest.mark.parametrize(
+        "go", [lambda it, state: it.set_state(state), lambda it, _: it.seek(1)]
+    )
+    def test_it_warns_if_one_that_was_restored_was_not_used(self, go, is_kept):
+        ds = sharded(8)
+        (_, state), *_ = with_states(ds)
+        restored = iter(ds)
+        go(restored, state)
+        if not is_kept:
+            del restored
+        with pytest.warns(UserWarning, match="loop over the iterator that was restored") as warned:
+            for _ in ds:
+                pass
+        assert (len(warned), warned[0].filename) == (1, __file__)
+        list(ds)  # once is enough
+
+    def test_it_does_not_warn_after_the_restored_one_was_used(self):
+        ds = sharded(8)
+        (_, state), *_ = with_states(ds)
+        for stop in (1, None):
+            batches = iter(ds)
+            batches.set_state(state)
+            list(itertools.islice(batches, stop))
+
     @pytest.mark.parametrize("build", [sharded, in_feeds], ids=["random access", "feeds"])
-    def test_the_third_warns_that_each_begins_anew(self, build):
+    def test_it_warns_if_two_gave_one_batch_each(self, build):
         ds = build(8)
         next(iter(ds)), next(iter(ds))
         with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before the loop") as warned:

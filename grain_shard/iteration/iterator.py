@@ -20,7 +20,6 @@ Words that the whole package uses:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +29,7 @@ from grain_shard.errors import GrainShardError, ShardingError, StateError, descr
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.placing import Placer
 from grain_shard.iteration.run import Parts, Run
 from grain_shard.reading.contents import with_digest, without_digest
@@ -79,8 +79,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             that calls ``next`` runs it, because it contains collectives. None leaves batches as
             they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
-        dropped: Gets the number of batches that the iterator had handed out when it was dropped. It
-            gets nothing if the iterator reached its end, or went to another position.
+        passes: Notes what the iterator is used for; None to note nothing.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:
@@ -103,12 +102,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
-        dropped: deque[int] | None = None,
+        passes: Passes | None = None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
         self.dataset = dataset
-        self._host, self._is_closed, self._dropped = host, False, dropped
+        self._host, self._is_closed = host, False
+        self._passes = passes or Passes()
+        # True while the iterator has not reached its end, and has gone to no other position.
+        self._is_first_pass = True
         self._meter = Meter(mask_key=host.padding.mask_key)
         self._parts = Parts(host, placer, self._meter, device_buffer_size, reshard, across)
         with counted_by(self._meter):
@@ -140,7 +142,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._at = at  # an interrupt may have come after the assignment
             self._break_unless_raised_again(at, error)
             if isinstance(error, StopIteration):
-                self._dropped = None
+                self._is_first_pass = False
             raise
 
     def _break_unless_raised_again(self, at: Cursor, error: BaseException) -> None:
@@ -258,8 +260,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _go_to(self, position: Position | None, digest: str = "") -> None:
         self._require_open()
-        self._dropped = None
+        self._is_first_pass = False
         self._open_anew(position, self._at.moves + 1, digest)
+        if position is not None:
+            self._passes.moved()
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -350,6 +354,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._at.is_broken:
             self._reopen()
         at = self._at
+        self._passes.used()
         try:
             at.run.start()
         except BaseException as error:
@@ -395,8 +400,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
             at.run.let_go()
-            if self._dropped is not None:
-                self._dropped.append(at.run.stage.taken)
+            if self._is_first_pass:
+                self._passes.dropped(at.run.stage.taken)
 
 
 def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:

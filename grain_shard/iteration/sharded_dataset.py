@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,6 +15,7 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
@@ -66,7 +65,7 @@ class ShardedDataset(grain.IterDataset):
         self.host: HostBatches = host
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
-        self._dropped = deque[int](maxlen=2)  # of the last two iterators, see `ShardedIterator`
+        self._passes = Passes()
         self._series = Series()
         self._is_warned = False  # True once the log has a line on a state that cannot be saved
         self._records_per_batch = records_per_batch
@@ -112,14 +111,8 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        if list(self._dropped) == [1, 1]:
-            warnings.warn(
-                "two iterators of this dataset gave only one batch each, and each iter(ds) begins"
-                " at the first batch again. Write `it = iter(ds)` once before the loop, and"
-                " `next(it)` in each step.",
-                stacklevel=3,  # the user's line; Grain wraps `__iter__` in one more function
-            )
-        iterator = ShardedIterator(self.host, dropped=self._dropped, **self._how(self.host))
+        self._passes.begins_anew(stacklevel=3)  # Grain wraps `__iter__` in one more function
+        iterator = ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
         if (why := self.host.why_unsaved()) and not self._is_warned:
             self._is_warned = True
             warn_unsaved(why)
