@@ -45,6 +45,7 @@ from grain_shard.iteration.iterator import state_writer
 EXTRA, SAVED_AHEAD = "leaves by an extra next", "saved after an extra next"
 BEFORE, HANGS = "leaves before the step", "hangs in its source"
 BEFORE_SAVE = "leaves before a save"
+SAVES_ALONE = "saves on host 0 alone"
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 leaver = 0 if kind.startswith("leaves") and kind.endswith("on host 0") else 2
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -53,7 +54,7 @@ mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 shards = grain_shard.ShardByMesh(mesh)
 
 def load(record):
-    source_fails = jax.process_index() == 2 and not kind.startswith(("the loop", "leaves", "saved"))
+    source_fails = jax.process_index() == 2 and not kind.startswith(("the loop", "leaves", "save"))
     if source_fails and 0 <= 16 * first_bad_batch <= record:
         if kind == HANGS:
             time.sleep(600)  # the host is ended before
@@ -65,8 +66,8 @@ records = grain.MapDataset.range(16 * 40).map(load)
 def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
-if kind in ("random access", HANGS) or kind.startswith(("the loop", "leaves", "saved")):
-    timeout_s = 10 if kind in (BEFORE, BEFORE_SAVE, HANGS) else 60
+if kind in ("random access", HANGS) or kind.startswith(("the loop", "leaves", "save")):
+    timeout_s = 10 if kind in (BEFORE, BEFORE_SAVE, HANGS, SAVES_ALONE) else 60
     ds = records.batch(16).shard_to(mesh, timeout_s=timeout_s)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
@@ -93,6 +94,8 @@ def train(batches):
         if kind == BEFORE_SAVE and count == first_bad_batch:
             if jax.process_index() == leaver:
                 return
+            state_writer(batches)(pathlib.Path(__file__).parent)
+        if kind == SAVES_ALONE and count == first_bad_batch and jax.process_index() == 0:
             state_writer(batches)(pathlib.Path(__file__).parent)
         if kind.startswith("the loop is left") and count == 5:
             # As IPython does, this prints an error of a cell, and keeps it in sys.last_value.
@@ -140,20 +143,27 @@ LEAVES = {
     "leaves by sys.exit text on host 0": ("after batch 21 of 40 (sys.exit: out of memory)", 1),
 }
 SAVED, SAVED_AHEAD = "saved, then left", "saved after an extra next"
+SAVES_ALONE = "saves on host 0 alone"
 LEFT = ["the loop is left", AT_PROMPT, SAVED]
 TRACEBACK = "Traceback (most recent call last)"
 TYPED = "typed.py"  # the input of the processes, which only a prompt reads
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def script(tmp_path_factory):
+    """The file of the script, beside what is typed at a prompt."""
+    script = tmp_path_factory.mktemp("plain") / "train.py"
+    script.write_text(SCRIPT)
+    script.with_name(TYPED).write_text("raise OSError('of a prompt')\n")
+    return script
+
+
+@pytest.fixture(scope="module")
+def runs(script):
     """Of each kind of pipeline, what the hosts printed, and their exit codes.
 
     Host 2 fails in its batch 20, or nowhere. Several kinds run at the same time: they mostly wait.
     """
-    script = tmp_path_factory.mktemp("plain") / "train.py"
-    script.write_text(SCRIPT)
-    script.with_name(TYPED).write_text("raise OSError('of a prompt')\n")
 
     def of_kinds(first_bad_batch, kinds):
         with contextlib.ExitStack() as cleanup:
@@ -181,7 +191,7 @@ def start(script, kind, first_bad_batch, host, port, cleanup):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    cleanup.callback(process.wait)
+    cleanup.enter_context(process)
     cleanup.callback(process.kill)
     return process
 
@@ -215,6 +225,24 @@ def test_a_host_that_leaves_or_is_ahead_while_the_others_go_on_ends_all_and_is_n
         assert said in output, "\n----\n".join(outputs)
     assert codes[leaver] == status or status is None
     assert 0 not in codes, codes
+
+
+def test_a_save_on_one_host_alone_is_named_on_the_first_host_which_waits_in_it(script):
+    """It hangs for long: the others wait in their next step, in which no thread of Python runs."""
+    with host_process.reserved_port() as port, contextlib.ExitStack() as cleanup:
+        first, *_ = [start(script, SAVES_ALONE, 20, host, port, cleanup) for host in HOSTS]
+        timer = threading.Timer(HANG_S, first.kill)
+        cleanup.callback(timer.cancel)
+        timer.start()
+        lines = []
+        while not lines or "remedy" not in lines[-1]:
+            lines.append(first.stdout.readline())
+            assert lines[-1], "".join(lines)
+    said = re.sub(r":\d+$", ":N", "".join(lines[-3:-1]), flags=re.MULTILINE)
+    assert said.endswith(
+        "all hosts stand still: host 0 at batch 21, in a save, train.py:N\n"
+        "  hosts 1, 2, 3 at batch 22, most likely in the step of that batch, train.py:N\n"
+    )
 
 
 def test_a_save_of_hosts_at_different_batches_is_one_error_on_each(runs):

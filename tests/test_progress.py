@@ -7,7 +7,7 @@ import pytest
 
 from grain_shard.hosts import exits
 from grain_shard.hosts.own_data import OwnData
-from grain_shard.hosts.places import IN_SAVE, IN_STEP, Place, left_early
+from grain_shard.hosts.places import IN_SAVE, IN_STEP, Place, left_early, stand_apart
 from grain_shard.hosts.progress import Progress
 from grain_shard.hosts.stillness import Stillness
 from tests.conftest import eventually
@@ -90,6 +90,42 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
     assert caplog.text.count("host 1 stood still") == (not status and not is_named)
 
 
+BEHIND, AHEAD = Place(6, None, f"{IN_STEP}, train.py:40"), Place(7, None, f"{IN_STEP}, train.py:30")
+APART = (
+    "all hosts stand still: {} at batch 6, most likely in the step of that batch, train.py:40\n"
+    "  {} at batch 7, most likely in the step of that batch, train.py:30\n  remedy: "
+)
+
+
+@pytest.mark.parametrize(
+    ("places", "warning"),
+    [
+        ([BEHIND, AHEAD, AHEAD], APART.format("host 0", "hosts 1, 2")),
+        ([AHEAD, BEHIND], APART.format("host 1", "host 0")),
+        ([IS_STILL, SAVES], "all hosts stand still: host 0 at batch 7, most likely in the step of"),
+        ([AHEAD, AHEAD], None),  # a long step
+        ([BEHIND, GOES_ON], None),  # host 1 works: it evaluates, or it reads
+        ([BEHIND, GONE], None),  # is said in other words
+        ([BEHIND, AHEAD, None], None),  # of host 2 nothing is known yet
+    ],
+)
+def test_loops_that_stand_still_at_unlike_places_are_named(places, warning):
+    known = {host: place for host, place in enumerate(places) if place is not None}
+    found = stand_apart(known, len(places), 0)
+    assert (found or "").startswith(warning or "")
+    assert (found is None) == (warning is None)
+
+
+def test_the_first_host_logs_once_that_loops_stand_still_at_unlike_places(caplog):
+    store = KeyValues()
+    hosts = [Progress(store.rounds(host, 2, timeout_s=0.0), 0, None) for host in range(2)]
+    for host, progress in enumerate(hosts):
+        progress.asks(6 + host)
+    for _ in range(3):
+        assert [hosts[host].look(IN_STEP) for host in (1, 0)] == [None, None]
+    assert caplog.text.count("all hosts stand still: host 0 at batch 7") == 1
+
+
 def test_a_thread_is_still_if_it_waits_outside_the_standard_library_or_in_a_save():
     still, lock = Stillness(long_s=0.0), threading.Lock()
     event, ended = threading.Event(), threading.Event()
@@ -107,10 +143,10 @@ def test_a_thread_is_still_if_it_waits_outside_the_standard_library_or_in_a_save
         eventually(lambda: still._clock is not None)
         assert [still.still() for _ in range(3)] == [""] * 3
         with still.in_save():
-            eventually(lambda: still.still() == IN_SAVE)
+            eventually(lambda: still.still().startswith(f"{IN_SAVE}, test_progress.py:"))
         assert still.still() == ""
         event.set()
-        eventually(lambda: still.still() == IN_STEP)
+        eventually(lambda: still.still().startswith(f"{IN_STEP}, test_progress.py:"))
     thread.join()
     assert ended.is_set()
     assert still.still() == ""

@@ -20,6 +20,10 @@ _REMEDY = (
     " on all of them. If the loop was over, and a host worked on alone, close the iterator before"
     " that work."
 )
+_REMEDY_APART = (
+    "  remedy: most likely they wait for each other for ever. Call each step, evaluation and save"
+    " on all hosts: look for a call under `if jax.process_index() == 0:`."
+)
 
 
 class Place(NamedTuple):
@@ -29,8 +33,8 @@ class Place(NamedTuple):
         batches: Number of batches of the iterator that the loop has got or asks for.
         left: None while the loop goes on. Otherwise the reason for which it left, which is "" at
             the end of the data.
-        still: `IN_STEP` or `IN_SAVE` if the loop goes on, but has stood still for long there; "" if
-            it has not.
+        still: `IN_STEP` or `IN_SAVE` if the loop goes on, but has stood still for long there, and
+            then the line of the program at which it stands; "" if it has not.
         has_ended: True if the loop was left, and the program has ended since.
         has_failed: True if the loop was left by a `sys.exit` that asks for a status other than 0.
     """
@@ -98,5 +102,37 @@ def may_work_alone(places: Mapping[int, Place]) -> bool:
     Args:
         places: The place of each host.
     """
-    saves = any(place.still == IN_SAVE for place in places.values())
+    saves = any(place.still.startswith(IN_SAVE) for place in places.values())
     return not any(place.has_failed or (saves and place.has_ended) for place in places.values())
+
+
+def stand_apart(places: Mapping[int, Place], num_hosts: int, first: int) -> str | None:
+    """Returns a warning if all loops stand still, and not all in the same step or save.
+
+    A host that saves, or runs a step, which the other hosts leave out, waits for them. The other
+    hosts wait for this host in their next step.
+
+    Args:
+        places: The place of each host that has posted one, by host.
+        num_hosts: Number of all hosts.
+        first: Number of batches before the first batch of the iterator.
+
+    Returns:
+        The warning; None if a loop goes on or was left, or if all stand at the same place.
+
+    Example:
+        >>> still = {0: Place(6, None, f"{IN_STEP}, train.py:9"), 1: Place(7, None, IN_STEP)}
+        >>> print(stand_apart(still, 2, first=0).splitlines()[0])
+        all hosts stand still: host 0 at batch 6, most likely in the step of that batch, train.py:9
+    """
+    still: dict[tuple[int, bool], list[int]] = {}
+    for host, place in places.items():
+        if place.left is None and place.still:
+            still.setdefault((place.batches, place.still.startswith(IN_SAVE)), []).append(host)
+    if sum(map(len, still.values())) < num_hosts or len(still) < 2:
+        return None
+    lines = [
+        f"{hosts_text(hosts)} at batch {first + batches:,}, {places[hosts[0]].still}"
+        for (batches, _), hosts in sorted(still.items())
+    ]
+    return "all hosts stand still: " + "\n  ".join(lines) + f"\n{_REMEDY_APART}"

@@ -15,7 +15,7 @@ from absl import logging
 from grain_shard.hosts import exits
 from grain_shard.hosts.asks import AT_END, IN_RUN, Asks, describe, one_ahead, step_s
 from grain_shard.hosts.compare import hosts_text
-from grain_shard.hosts.places import Place, left_early, may_work_alone
+from grain_shard.hosts.places import Place, left_early, may_work_alone, stand_apart
 from grain_shard.hosts.rounds import Rounds
 
 # Seconds between the close of an iterator and the report that the loop was left. An error that
@@ -120,8 +120,11 @@ class Progress:
         if error is None and same_s > rounds.timeout_s / 2:
             error = left_early(places, len(rounds.hosts), self._first, of, is_long=True)
             if error and may_work_alone(places) and same_s < _MAY_WORK_ALONE_S:
-                self._warn(error)
+                alone_s = f"{_MAY_WORK_ALONE_S:.0f} s"
+                self._warn(f"{error}\n  Otherwise all hosts end {alone_s} after they stood still.")
                 error = None
+            elif apart := stand_apart(places, len(rounds.hosts), self._first):
+                self._warn(apart)
         if error == "":
             rounds.put_once(_OVER, True)
             rounds.delete(f"{_PLACES}/")
@@ -133,8 +136,7 @@ class Progress:
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = "grain_shard: %s\n  Otherwise all hosts end %.0f s after they stood still."
-            logging.warning(text, problem, _MAY_WORK_ALONE_S)
+            logging.warning("grain_shard: %s", problem)
 
 
 class _StepsInTime:

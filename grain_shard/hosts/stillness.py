@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,11 @@ _clock_of = getattr(time, "pthread_getcpuclockid", None)
 # The most processor time that a still thread uses, in seconds and in parts of the time. XLA looks
 # a few times a second if a collective on its CPU devices is done.
 _MAY_RUN_S, _MAY_RUN_PART = 0.002, 0.001
+# The beginnings of the names of files that are not of the user's program: those of this package, of
+# other installed packages, and of the standard library.
+_FOLDERS = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+_FOLDERS.append(os.path.dirname(os.path.dirname(__file__)))
+_INSTALLED = ("<frozen", *(os.path.join(folder, "") for folder in _FOLDERS))
 
 
 class Stillness:
@@ -49,9 +56,17 @@ class Stillness:
             self._saves, self._where = False, None
 
     def still(self) -> str:
-        """Returns `IN_STEP` or `IN_SAVE` if the thread has stood still for long there, else ""."""
-        is_long = self._seconds() > self._long_s
-        return (IN_SAVE if self._saves else IN_STEP) if is_long else ""
+        """Returns `IN_STEP` or `IN_SAVE`, and a line, if the thread has stood still for long there.
+
+        The line is the innermost one that is of the user's program. Otherwise the result is "".
+        """
+        if self._seconds() <= self._long_s:
+            return ""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
+            frame = frame.f_back
+        line = frame and f", {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return (IN_SAVE if self._saves else IN_STEP) + (line or "")
 
     def _seconds(self) -> float:
         """Returns the seconds for which the thread has stood still, as calls of this method saw."""
