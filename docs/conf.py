@@ -64,11 +64,13 @@ FOUND_BY = {
     ("saving", "# Save, stop and resume"): [
         *("checkpoints", "resume", "restart", "states", "checkpoint orbax", "orbax"),
         *("resume training", "restore model", "stopping", "different number of hosts"),
-        "resume other number of hosts",
+        *("resume other number of hosts", "restore on one host", "restart on fewer hosts"),
+        *("CheckpointManager", "dropout rng resume"),
     ],
     ("changing_runs", "## Another batch size"): ["change batch size"],
     ("changing_runs", "## Epochs"): [
         *("epochs", "seeds", "shuffle", "shuffle seed", "shuffle without seed"),
+        *("missing seed", "seed missing", "shuffle requires a seed"),
         *("steps per epoch", "reshuffle each epoch", "current epoch"),
     ],
     ("contract", "# The contract"): [
@@ -83,10 +85,12 @@ FOUND_BY = {
     ],
     ("examples/README", "# Examples"): [
         *("nnx", "partitioning", "model axis", "tensor parallel", "model parallel"),
-        *("sharded parameters", "losses differ", "augmentation"),
+        *("sharded parameters", "losses differ", "augmentation", "random crop", "flax nnx"),
+        "nnx Optimizer checkpoint",
     ],
     ("evaluation", "# Evaluation with a mask"): [
         *("evaluation", "masks", "validation", "validation set", "exact evaluation"),
+        *("validation during training", "train and eval", "eval set"),
     ],
     ("evaluation", "## Metrics"): ["loss divides by padding"],
     ("troubleshooting", "# Troubleshooting"): ["hang"],
@@ -95,12 +99,15 @@ FOUND_BY = {
         *("explicit sharding", "ShardingTypeError"),
     ],
     ("troubleshooting", "## A pipeline or its data is refused"): [
-        *("wrong batch size", "variable length", "max_length"),
+        *("wrong batch size", "wrong spec", "max_length"),
     ],
     ("coming_from", "## Grain alone"): ["batch per host"],
     ("coming_from", "## PyTorch"): ["map-style dataset", "collate_fn", "DistributedSampler"],
     ("coming_from", "## An old loader, as it is"): ["WebDataset", "IterableDataset"],
-    ("data", "# Data of every kind"): ["Dataset"],
+    ("data", "# Data of every kind"): [
+        *("Dataset", "pad sequences", "padding sequences", "variable length sequences"),
+        *("variable length tokens", "bucketing by length"),
+    ],
     ("data", "## Arrays"): ["numpy arrays", "dict source"],
     ("data", "## Parquet"): ["Parquet"],
     ("data", "## Hugging Face"): ["huggingface"],
@@ -116,6 +123,7 @@ FOUND_BY = {
     ("many_hosts", "## Several slices"): ["multi slice"],
     ("many_hosts", "## Errors on several hosts"): ["early stopping", "connection closed by peer"],
     ("faults", "## Retries"): ["retries"],
+    ("faults", "# Reads that fail"): ["corrupt record"],
     ("microbatches", "# Microbatches"): ["microbatches", "gradient accumulation"],
     ("options", "# Options"): [
         *("prefetch", "remainder", "drop last batch", "divisible", "timeout_s", "num_threads"),
@@ -124,6 +132,7 @@ FOUND_BY = {
     ("options", "## The chain by hand"): ["host_rows", "numpy batches", "own device_put"],
     ("other_machines", "# More processors than this host has"): [
         *("workers", "num_workers", "worker processes", "__main__", "__main__ guard"),
+        *("main guard", "spawn main guard"),
     ],
     ("other_machines", "## Ray, MPI, processes"): ["Ray"],
     ("other_machines", "## Failures"): ["worker crash"],
@@ -135,7 +144,7 @@ FOUND_BY = {
         "BackupAndRestore",
     ],
     ("streams", "# Streams that any number of hosts can continue"): [
-        *("packing", "packed sequences"),
+        *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),
     ],
     ("versions", "# Versions"): ["Python version"],
 }

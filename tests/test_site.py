@@ -31,12 +31,13 @@ changing_runs: change batch size, epoch order, reshuffle each epoch
 coming_from: webdataset, collate_fn, DistributedSampler, batch per host, IterableDataset
 contract: padding, thread, lock, thread safe, batch size, global batch size, last batch
 contract: number of steps, reproducible
-data: parquet, Dataset, numpy arrays
+data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences
 evaluation: mask, evaluation, validation, validation set, loss divides by padding
 examples/README: nnx, partitioning, model axis, model parallel, sharded parameters, losses differ
 api/grain_shard.shard_to: shard_to
 many_hosts: multi-host, multi host, two hosts, TPU, SLURM, simulate hosts, CPU hosts, several slices
 many_hosts: virtual devices, kill one host, SIGTERM, shared folder, jax.distributed.initialize
+faults: corrupt record
 many_hosts: rehearse, localhost, connection closed by peer
 microbatches: gradient accumulation
 mixtures: mixture
@@ -48,8 +49,11 @@ other_machines: workers, num_workers, worker crash, __main__ guard
 recipes: Keras, fit, model.fit, steps_per_epoch, validation_data, set_random_seed, keras predict
 recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint
 saving: checkpoint, checkpoint orbax, orbax, resume, restart, resume training, state
+changing_runs: missing seed, shuffle requires a seed
+evaluation: validation during training, train and eval
+saving: restore on one host, CheckpointManager
 saving: restore model, different number of hosts, resume other number of hosts
-streams: packing
+streams: packing, pack sequences, packed rows
 troubleshooting: OOM, incarnation, hang, wrong batch size, explicit sharding, ShardingTypeError
 """
 SEARCHES = [(page, words.split(", ")) for page, words in re.findall("(.+): (.+)", SEARCHES)]
