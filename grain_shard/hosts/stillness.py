@@ -17,8 +17,8 @@ _clock_of = getattr(time, "pthread_getcpuclockid", None)
 # The most processor time that a still thread uses, in seconds and in parts of the time. XLA looks
 # a few times a second if a collective on its CPU devices is done.
 _MAY_RUN_S, _MAY_RUN_PART = 0.002, 0.001
-# The beginnings of the names of files that are not of the user's program: those of this package, of
-# other installed packages, and of the standard library.
+# The beginnings of the names of files that are not of the user's program: of this package, of other
+# installed packages, and of the standard library.
 _FOLDERS = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
 _FOLDERS.append(os.path.dirname(os.path.dirname(__file__)))
 _INSTALLED = ("<frozen", *(os.path.join(folder, "") for folder in _FOLDERS))

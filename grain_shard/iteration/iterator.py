@@ -79,7 +79,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             that calls ``next`` runs it, because it contains collectives. None leaves batches as
             they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
-        passes: Notes what the iterator is used for; None to note nothing.
+        passes: Notes the uses of the iterator; None to note nothing.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:

@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Passes:
-    """What the iterators of one dataset were used for, to warn when another one begins anew."""
+    """The uses of the iterators of one dataset, to warn when another iterator begins anew."""
 
     def __init__(self):
         # The numbers of batches that the last two iterators had handed out when they were dropped.
