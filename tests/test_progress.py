@@ -92,7 +92,8 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
 
 BEHIND, AHEAD = Place(6, None, f"{IN_STEP}, train.py:40"), Place(7, None, f"{IN_STEP}, train.py:30")
 APART = (
-    "all hosts stand still: {} at batch 6, most likely in the step of that batch, train.py:40\n"
+    "all hosts have stood still for 60 s:\n"
+    "  {} at batch 6, most likely in the step of that batch, train.py:40\n"
     "  {} at batch 7, most likely in the step of that batch, train.py:30\n  remedy: "
 )
 
@@ -102,7 +103,7 @@ APART = (
     [
         ([BEHIND, AHEAD, AHEAD], APART.format("host 0", "hosts 1, 2")),
         ([AHEAD, BEHIND], APART.format("host 1", "host 0")),
-        ([IS_STILL, SAVES], "all hosts stand still: host 0 at batch 7, most likely in the step of"),
+        ([IS_STILL, SAVES], "all hosts have stood still for 60 s:\n  host 0 at batch 7, most"),
         ([AHEAD, AHEAD], None),  # a long step
         ([BEHIND, GOES_ON], None),  # host 1 works: it evaluates, or it reads
         ([BEHIND, GONE], None),  # is said in other words
@@ -111,7 +112,7 @@ APART = (
 )
 def test_loops_that_stand_still_at_unlike_places_are_named(places, warning):
     known = {host: place for host, place in enumerate(places) if place is not None}
-    found = stand_apart(known, len(places), 0)
+    found = stand_apart(known, len(places), 0, 60.0)
     assert (found or "").startswith(warning or "")
     assert (found is None) == (warning is None)
 
@@ -123,7 +124,7 @@ def test_the_first_host_logs_once_that_loops_stand_still_at_unlike_places(caplog
         progress.asks(6 + host)
     for _ in range(3):
         assert [hosts[host].look(IN_STEP) for host in (1, 0)] == [None, None]
-    assert caplog.text.count("all hosts stand still: host 0 at batch 7") == 1
+    assert caplog.text.count("all hosts have stood still for 0 s:\n  host 0 at batch 7") == 1
 
 
 def test_a_thread_is_still_if_it_waits_outside_the_standard_library_or_in_a_save():

@@ -21,8 +21,8 @@ _REMEDY = (
     " that work."
 )
 _REMEDY_APART = (
-    "  remedy: most likely they wait for each other for ever. Call each step, evaluation and save"
-    " on all hosts: look for a call under `if jax.process_index() == 0:`."
+    "  remedy: unless a step takes longer, they wait for each other for ever. Call each step,"
+    " evaluation and save on all hosts: look for a call under `if jax.process_index() == 0:`."
 )
 
 
@@ -106,7 +106,9 @@ def may_work_alone(places: Mapping[int, Place]) -> bool:
     return not any(place.has_failed or (saves and place.has_ended) for place in places.values())
 
 
-def stand_apart(places: Mapping[int, Place], num_hosts: int, first: int) -> str | None:
+def stand_apart(
+    places: Mapping[int, Place], num_hosts: int, first: int, timeout_s: float
+) -> str | None:
     """Returns a warning if all loops stand still, and not all in the same step or save.
 
     A host that saves, or runs a step, which the other hosts leave out, waits for them. The other
@@ -116,14 +118,15 @@ def stand_apart(places: Mapping[int, Place], num_hosts: int, first: int) -> str 
         places: The place of each host that has posted one, by host.
         num_hosts: Number of all hosts.
         first: Number of batches before the first batch of the iterator.
+        timeout_s: Seconds for which all loops have stood still, at least.
 
     Returns:
         The warning; None if a loop goes on or was left, or if all stand at the same place.
 
     Example:
         >>> still = {0: Place(6, None, f"{IN_STEP}, train.py:9"), 1: Place(7, None, IN_STEP)}
-        >>> print(stand_apart(still, 2, first=0).splitlines()[0])
-        all hosts stand still: host 0 at batch 6, most likely in the step of that batch, train.py:9
+        >>> print(stand_apart(still, 2, first=0, timeout_s=60.0).splitlines()[1])
+          host 0 at batch 6, most likely in the step of that batch, train.py:9
     """
     still: dict[tuple[int, bool], list[int]] = {}
     for host, place in places.items():
@@ -135,4 +138,5 @@ def stand_apart(places: Mapping[int, Place], num_hosts: int, first: int) -> str 
         f"{hosts_text(hosts)} at batch {first + batches:,}, {places[hosts[0]].still}"
         for (batches, _), hosts in sorted(still.items())
     ]
-    return "all hosts stand still: " + "\n  ".join(lines) + f"\n{_REMEDY_APART}"
+    stood = f"all hosts have stood still for {timeout_s:g} s:"
+    return "\n  ".join([stood, *lines]) + f"\n{_REMEDY_APART}"

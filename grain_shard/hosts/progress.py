@@ -123,7 +123,7 @@ class Progress:
                 alone_s = f"{_MAY_WORK_ALONE_S:.0f} s"
                 self._warn(f"{error}\n  Otherwise all hosts end {alone_s} after they stood still.")
                 error = None
-            elif apart := stand_apart(places, len(rounds.hosts), self._first):
+            elif apart := stand_apart(places, len(rounds.hosts), self._first, rounds.timeout_s):
                 self._warn(apart)
         if error == "":
             rounds.put_once(_OVER, True)
