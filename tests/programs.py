@@ -8,12 +8,14 @@ import atexit
 import functools
 import os
 import re
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,6 +68,20 @@ def script(*parts):
                 return grain_shard.feeds(make_feed, num_feeds=2).batch(8)
 
             """) + "".join(map(textwrap.dedent, parts))
+
+
+def command(line):
+    """Exit code of ``python -m grain_shard``, run in this process with a line of arguments."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with (
+            mock.patch.multiple(sys, argv=["grain_shard", *line.split()], unraisablehook=None),
+            pytest.raises(SystemExit) as end,
+        ):
+            runpy.run_module("grain_shard", run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)
+    return end.value.code
 
 
 def without_grains_warning(err):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from grain_shard.tools.command import main
+from tests.programs import command
 from tests.test_plan import needs_libtpu, planned
 
 
@@ -20,11 +20,11 @@ class TestCommand:
     )
 
     def test_a_chip_that_is_given_is_named(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--hardware", "h100"]) == 0
+        assert command(f"{self.ARGUMENTS} --hardware h100") == 0
         assert "16 x h100 on 8 hosts" in capsys.readouterr().out
 
     def test_text(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--record-bytes", "3000"]) == 0
+        assert command(f"{self.ARGUMENTS} --record-bytes 3000") == 0
         shown = capsys.readouterr().out
         for words in (
             "16 x unknown device on 8 hosts",
@@ -44,9 +44,9 @@ class TestCommand:
 
     def test_many_hosts_are_shortened_and_json_has_them_all(self, capsys):
         words = "plan --hosts 100 --devices-per-host 1 --mesh data=100 --batch 100 --records 999"
-        assert main(words.split()) == 0
+        assert command(words) == 0
         assert "84 more" in capsys.readouterr().out
-        assert main([*words.split(), "--json"]) == 0
+        assert command(f"{words} --json") == 0
         hosts = json.loads(capsys.readouterr().out)["needed"]["hosts"]
         assert [host["rows"] for host in hosts] == [[[row, row + 1]] for row in range(100)]
 
@@ -62,7 +62,7 @@ class TestCommand:
             assert any(cell in line for line in shown.splitlines())
 
     def test_json_is_the_plan(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--json"]) == 0
+        assert command(f"{self.ARGUMENTS} --json") == 0
         plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
         shown = json.loads(capsys.readouterr().out)
         assert shown == plan.to_dict()
@@ -81,8 +81,8 @@ class TestCommand:
         ],
     )
     def test_specs(self, text, spec, capsys):
-        arguments = "plan --hosts 2 --devices-per-host 4 --mesh data=2,fsdp=2,seq=2 --batch 8"
-        assert main([*arguments.split(), "--records", "80", "--spec", text, "--json"]) == 0
+        words = "plan --hosts 2 --devices-per-host 4 --mesh data=2,fsdp=2,seq=2 --batch 8"
+        assert command(f"{words} --records 80 --spec {text} --json") == 0
         axes = {"data": 2, "fsdp": 2, "seq": 2}
         plan = planned(axes, 2, 4, spec, global_batch_size=8, num_records=80)
         assert json.loads(capsys.readouterr().out) == plan.to_dict()
@@ -90,7 +90,7 @@ class TestCommand:
     @needs_libtpu
     def test_several_slices(self, capsys):
         words = "plan --topology v5e:4x4 --slices 2 --mesh data=8,model=4 --batch 64 --records 600"
-        assert main(words.split()) == 0
+        assert command(words) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         (line,) = [line for line in lines if line[:1] == ["devices"]]
         assert " ".join(line) == "devices 32 x TPU v5 lite on 8 hosts in several slices"
@@ -134,8 +134,7 @@ class TestPicture:
     def test_rows_go_down_with_their_hosts(self, hosts, devices, options, drawn, tmp_path, capsys):
         path = tmp_path / "mesh.svg"
         words = f"plan --hosts {hosts} --devices-per-host {devices} --mesh {options}"
-        arguments = [*words.split(), "--batch", "512", "--records", "512"]
-        assert main([*arguments, "--picture", str(path)]) == 0
+        assert command(f"{words} --batch 512 --records 512 --picture {path}") == 0
         assert f"drawn: {path}" in capsys.readouterr().err
         shown = " ".join(element.text or "" for element in ElementTree.parse(path).iter())
         assert drawn in " ".join(shown.split())
@@ -143,5 +142,5 @@ class TestPicture:
     def test_a_folder_that_is_missing_is_named(self, tmp_path, capsys):
         words = "plan --hosts 4 --devices-per-host 2 --mesh data=8 --batch 8 --records 80"
         path = str(tmp_path / "nowhere" / "mesh.svg")
-        assert main([*words.split(), "--picture", path]) == 1
+        assert command(f"{words} --picture {path}") == 1
         assert path in capsys.readouterr().err
