@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from grain_shard.errors import GrainShardError, ShardingError
-from grain_shard.tools.command import main
-from grain_shard.tools.rehearse import command as rehearsing
 from tests.conftest import HANG_S
-from tests.programs import without_grains_warning
+from tests.programs import command, without_grains_warning
 
 # A command of a test's own, in place of rehearse: PROGRAM % what it does.
 PROGRAM = """
@@ -78,15 +76,13 @@ NO_SECONDS = "is not a positive number of seconds."
     ],
 )
 def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, capsys):
-    try:
-        code, begin, end = main(words.split()), "grain_shard ", "\n"
-    except SystemExit as exit:
-        begin, end = "python -m grain_shard", " Run it with --help to see its arguments.\n"
-        code = exit.code
+    assert command(words) == 2
     printed, complaint = capsys.readouterr()
-    assert code == 2
-    assert complaint.startswith(begin)
-    assert complaint.endswith(end)
+    if complaint.startswith("python -m grain_shard"):
+        assert complaint.endswith(" Run it with --help to see its arguments.\n")
+    else:
+        assert complaint.startswith("grain_shard ")
+        assert complaint.endswith("\n")
     assert printed == ""  # no plan above an error, where it would be overlooked
     assert complaint.count("\n") == 1
     assert line in complaint
@@ -109,12 +105,12 @@ def test_words_that_make_no_sense_are_one_line_and_exit_code_2(words, line, caps
     ],
 )
 def test_the_parts_of_an_error_are_joined_as_sentences(error, line, monkeypatch, capsys):
-    def fail(args):
+    def fail():
         raise error
 
-    monkeypatch.setattr(rehearsing, "main", fail)
-    assert main(["rehearse", "--hosts", "2", "a.py"]) == 1
-    assert capsys.readouterr().err == f"grain_shard rehearse: {line}\n"
+    monkeypatch.setattr(sys.modules[__name__], "pipeline", fail, raising=False)
+    assert command(f"check {__name__}:pipeline") == 1
+    assert capsys.readouterr().err == f"grain_shard check: {line}\n"
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_word():
@@ -147,9 +143,7 @@ def test_help_has_the_commands_and_exit_codes_in_60_columns_and_imports_no_comma
 
 @pytest.mark.parametrize("subcommand", ["check", "plan", "rehearse"])
 def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([subcommand, "-h"])
-    assert end.value.code == 0
+    assert command(f"{subcommand} -h") == 0
     assert f"example: python -m grain_shard {subcommand} " in capsys.readouterr().out
 
 
