@@ -16,9 +16,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import grain_shard
 from grain_shard import ArrayRecordSource, ArraySource, BatchSchedule, ShardingError, check
 from grain_shard.tools.checking import check as checking
-from grain_shard.tools.command import main
 from tests.conftest import Made, data_mesh, refused
 from tests.pipelines import shared_out
+from tests.programs import command
 from tests.test_rereads import OneFile
 
 RECORDS = grain.MapDataset.range(1000)
@@ -328,7 +328,7 @@ def test_the_command_prints_the_table_and_one_line(name, code, line, tmp_path, m
     (tmp_path / f"{module}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["check", f"{module}:{name}", "--seconds", "6"]) == code
+    assert command(f"check {module}:{name} --seconds 6") == code
     printed, told = capsys.readouterr()
     assert line.replace("MODULE", module) in told
     assert told.count("\n") == (code > 0)
