@@ -20,9 +20,7 @@ from jax.experimental import multihost_utils
 
 from grain_shard import rehearse
 from grain_shard.errors import GrainShardError
-from grain_shard.tools.command import main
-from grain_shard.tools.rehearse import host_process
-from tests.programs import without_grains_warning
+from tests.programs import command, without_grains_warning
 
 pytestmark = pytest.mark.slow
 
@@ -164,7 +162,7 @@ NEVER_JOINED = (
 @pytest.mark.parametrize(("hosts", "code", "complaint"), [(1, 0, ""), (2, 1, NEVER_JOINED)])
 def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, code, complaint, script, capsys):
     path = script("import jax.numpy as jnp; print(float(jnp.ones(3).sum()))")
-    assert main(["rehearse", "--hosts", str(hosts), path]) == code
+    assert command(f"rehearse --hosts {hosts} {path}") == code
     shown, said = capsys.readouterr()
     assert sorted(shown.splitlines()) == [f"[host {host}] 3.0" for host in range(hosts)]
     assert said == complaint
@@ -198,9 +196,8 @@ def test_a_host_that_fails_without_having_joined_is_told_so(before, error, says_
             raise FileExistsError("checkpoint/0")
         signal.pause()
     """)
-    code = main(["rehearse", "--hosts", "2", path])
+    assert command(f"rehearse --hosts 2 {path}") == 1
     shown, complaint = capsys.readouterr()
-    assert code == 1
     assert shown.count(error) == 1
     head = "rehearse: host 1 failed first, with exit code 1\n"
     assert complaint == head + (f"{NOT_JOINED}\n" if says_so else "")
@@ -248,7 +245,7 @@ def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(ends, scri
 def test_a_module_gets_all_options_that_follow_it(script, tmp_path, monkeypatch, capsys):
     script("print(__name__, sys.argv[1:], sys.path[0] == os.getcwd())")
     monkeypatch.chdir(tmp_path)
-    assert main(["rehearse", "--hosts", "1", "-m", "train", "--hosts", "9", "-m"]) == 0
+    assert command("rehearse --hosts 1 -m train --hosts 9 -m") == 0
     assert capsys.readouterr().out == "[host 0] __main__ ['--hosts', '9', '-m'] True\n"
 
 
@@ -288,8 +285,7 @@ def test_a_traceback_begins_in_the_script(script):
     ]
 
 
-def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_process, "_GRACE_S", 0.5)
+def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path):
     os.mkfifo(tmp_path / "host_0_is_ready")
     path = script("""
         if host == 1:
@@ -305,10 +301,7 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["raise", "kill"])
-def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, monkeypatch):
-    # JAX catches SIGTERM, so all of this time is waited.
-    monkeypatch.setattr(host_process, "_GRACE_S", 0.5)
-
+def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure):
     def train():
         for step in range(1000):
             if step == 3 and jax.process_index() == 1:
@@ -326,11 +319,14 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, mon
     assert ("ValueError: boom" in caught.value.result.outputs[1]) == (failure == "raise")
 
 
+FATAL = "Terminating process because the JAX distributed service detected fatal errors"
+
+
 @pytest.mark.parametrize(
     ("said", "notices"),
     [
         ("ConnectionError: lost host 1", 'raise ConnectionError("lost host 1")'),
-        (host_process.LOST_ANOTHER, f"print({host_process.LOST_ANOTHER!r}); os._exit(1)"),
+        (FATAL, f"print({FATAL!r}); os._exit(1)"),
     ],
     ids=["in Python", "in JAX"],
 )
