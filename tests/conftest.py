@@ -117,11 +117,11 @@ def axis_type(request):
 def hints(request, monkeypatch):
     """Runs a test twice: with the fast paths through Grain's private parts, and without them."""
     if request.param == "public path only":
-        hide_private_names(monkeypatch, *PRIVATE_NAMES)
+        hide_private_names(monkeypatch)
     return request.param
 
 
-def hide_private_names(monkeypatch, *names):
+def hide_private_names(monkeypatch, names=PRIVATE_NAMES):
     """Hides attributes of Grain's objects from this package, as if Grain had renamed them.
 
     Returns:

@@ -22,10 +22,17 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import SharedReads, _Lines
 from grain_shard.spans import READ, recorded
-from grain_shard.streams import feeds
 from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
 from tests import text
-from tests.conftest import assert_ended, background_threads, data_mesh, eventually, ids, wait
+from tests.conftest import (
+    assert_ended,
+    background_threads,
+    data_mesh,
+    eventually,
+    hide_private_names,
+    ids,
+    wait,
+)
 from tests.counting_source import BatchedSource, bad
 from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
@@ -91,21 +98,13 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("options", "hints"),
-    [
-        *((options, "with Grain's hints") for options in READ_OPTIONS.values()),
-        (READ_OPTIONS["default"], "public path only"),  # where Grain reads, by whatever options
-    ],
-    ids=[*READ_OPTIONS, "public path only"],
-    indirect=["hints"],
-)
+@pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
-def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, hints):
+def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch):
     ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
     ours = with_states(ds, count=12)
     resumed = with_states(ds, state=ours[5][1], count=6)
-    monkeypatch.setattr(feeds, "replace_read_ahead", lambda ds, make_stream: ds)
+    hide_private_names(monkeypatch)  # then Grain reads, by whatever options
     expected = with_states(ds, count=12)
     assert len(ours) == 12
     assert_same(ours, expected)

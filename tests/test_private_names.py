@@ -103,7 +103,7 @@ def expected():
     found = {}
     for make in PIPELINES:
         with pytest.MonkeyPatch.context() as patch:
-            asked = hide_private_names(patch)
+            asked = hide_private_names(patch, ())
             found[make] = batches_of(make), asked
     return found
 
@@ -122,7 +122,7 @@ def lines(monkeypatch):
 def test_without_a_name_batches_are_the_same_and_one_line_says_what_is_lost(
     name, expected, lines, monkeypatch
 ):
-    hide_private_names(monkeypatch, name)
+    hide_private_names(monkeypatch, [name])
     askers = [make for make, (_, asked) in expected.items() if name in asked]
     for make in askers:
         np.testing.assert_equal(batches_of(make), expected[make][0], make.__name__)
