@@ -42,7 +42,7 @@ from tests.conftest import (
     refused,
     to_numpy,
 )
-from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad, nothing
+from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, bad
 from tests.pipelines import IN_TURN, after, flat, going_on, shared_out
 
 
