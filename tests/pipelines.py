@@ -9,9 +9,15 @@ import jax
 import numpy as np
 
 import grain_shard
+from grain_shard import BatchLayout, ShardBatch
 from tests.conftest import ids, to_numpy
 
 IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # Grain does not read ahead
+
+
+def read_together(records, global_batch_size):
+    """Returns batches of all records, the records of each read in one go by this package."""
+    return records.batch(global_batch_size).pipe(ShardBatch(BatchLayout(1, (0,))))
 
 
 class Odd(BaseException):

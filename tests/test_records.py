@@ -1,16 +1,18 @@
 """Records many at a time are Grain's own, one by one: indices, random numbers, epochs, errors."""
 
 import grain
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grain_shard import mix
-from grain_shard.grain_inside import index_shuffle, routes
+from grain_shard.grain_inside import index_shuffle
 from grain_shard.grain_inside.index_shuffle import shuffled
 from tests.conftest import data_mesh
-from tests.counting_source import BatchedSource, Source, nothing
+from tests.counting_source import BatchedSource, Source
+from tests.pipelines import assert_same_batches, read_together
 
 LENGTHS = (
     *(1, 2, 3, 5, 255, 256, 257, 1000, 16383, 16384, 16385, 65535, 65536, 65537, 65538),
@@ -91,24 +93,19 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@given(indices=st.lists(st.integers(0, 200), min_size=1, max_size=60))
+@given(seed=st.integers(0, 100), size=st.integers(1, 30), k=st.integers(0, 2))
 @settings(max_examples=20, deadline=None)
-def test_many_records_are_what_grain_gives_one_by_one(name, indices):
-    ds = PIPELINES[name]
-    route = routes.route(ds, np.array(indices))
-    together = route.finish(route.read())
-    assert list(together) == [ds[i] for i in indices]
-    middle = len(indices) // 2
-    first, second = route.part(0, middle), route.part(middle, len(indices))
-    elements = route.read()
-    in_parts = [*first.finish(elements[:middle]), *second.finish(elements[middle:])]
-    assert in_parts == list(together)
+def test_many_records_are_what_grain_gives_one_by_one(name, seed, size, k):
+    records = PIPELINES[name].repeat(9).shuffle(seed=seed)
+    batch = read_together(records, size)[k]
+    one_by_one = [records[i] for i in range(k * size, (k + 1) * size)]
+    assert_same_batches([batch], [jax.tree.map(lambda *rows: np.stack(rows), *one_by_one)])
 
 
 def test_a_grain_that_shuffles_otherwise_has_the_last_word(monkeypatch):
     ds = base.shuffle(seed=3)
     monkeypatch.setattr(type(ds), "_shuffled_index", lambda self, index: 39 - index)
-    assert routes.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
+    assert read_together(ds, 40)[0].tolist() == list(range(89, 49, -1))
 
 
 def test_a_source_is_asked_once_for_its_length_to_read_a_record():
@@ -121,10 +118,10 @@ def test_a_source_is_asked_once_for_its_length_to_read_a_record():
             self.asked += 1
             return super().__len__()
 
-    source = SlowlyCounted(400, nothing)
-    route = routes.route(grain.MapDataset.source(source), np.array([7]))
+    source = SlowlyCounted(400)
+    records = read_together(grain.MapDataset.source(source), 1)
     source.asked = 0
-    assert list(route.read()) == [7]
+    assert records[7].tolist() == [7]
     assert source.asked == 1
 
 

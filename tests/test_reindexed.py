@@ -4,11 +4,12 @@ import grain
 import numpy as np
 import pytest
 
+from grain_shard import BatchLayout, ShardBatch
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes, routes
-from grain_shard.reading.row_dataset import batching_of
 from tests.conftest import data_mesh, ids
-from tests.pipelines import after, going_on
+from tests.counting_source import Source
+from tests.pipelines import after, going_on, read_together
 
 
 class ReindexMapDataset(grain.MapDataset):
@@ -72,9 +73,14 @@ def test_batches_are_those_that_were_asked_for(slice_of, build, expected):
     assert ids(ds.shard_to(data_mesh(2))) == expected
 
 
+@pytest.mark.filterwarnings("ignore:this host holds 1 of 2 shards, but reads every row")
 def test_rows_of_a_batch_are_read_alone_if_the_node_is_known(slice_of):
-    batching = batching_of(slice_of(records().batch(2), [1, 0]))
-    assert batching.reads_rows_alone == slice_of.is_known
+    source = Source(4)
+    ds = slice_of(grain.MapDataset.source(source).batch(2), [1, 0])
+    rows = ds.pipe(ShardBatch(BatchLayout(2, (1,))))
+    source.requests.clear()
+    assert rows[0].tolist() == [3]
+    assert list(source.requests.elements()) == ([3] if slice_of.is_known else [2, 3])
 
 
 SHUFFLES = {
@@ -105,14 +111,17 @@ def test_full_batches_may_be_chosen_whatever_becomes_of_short_ones(chosen, remai
 
 
 def test_of_shuffled_batches_only_the_rows_that_are_kept_are_read():
-    assert batching_of(records().batch(2).shuffle(seed=1)).reads_rows_alone
+    source = Source(8)
+    ds = grain.MapDataset.source(source).batch(2).shuffle(seed=1)
+    rows = list(ds.pipe(ShardBatch(BatchLayout(2, (1,)))))
+    assert set(source.requests) - {0} == {1, 3, 5, 7}
+    assert sorted(np.concatenate(rows).tolist()) == [1, 3, 5, 7]
 
 
 def test_many_records_are_what_grain_gives_one_by_one(slice_of):
     order = grain.MapDataset.range(40).shuffle(seed=5)
     ds = slice_of(grain.MapDataset.range(50).seed(1).shuffle(), order).repeat(3)
-    route = routes.route(ds, np.arange(100))
-    assert route.finish(route.read()) == [ds[i] for i in range(100)]
+    assert read_together(ds, 100)[0].tolist() == [ds[i] for i in range(100)]
 
 
 @pytest.mark.parametrize(
