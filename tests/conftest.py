@@ -18,6 +18,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import private_names
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
 from grain_shard.reading import faults
+from grain_shard.threads import crew
 from tests.counting_source import no_rereads
 
 HANG_S = 60  # seconds after which a wait counts as a hang
@@ -79,6 +80,12 @@ def no_thread_outlives_its_test(request):
 def no_pause_before_another_try(monkeypatch):
     """Removes the pauses before a failed read is tried again, so that tests do not wait."""
     monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def no_patience(monkeypatch):
+    """Closing hardly waits for a thread that is inside the user's code; else it waits seconds."""
+    monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
 
 
 FORKS = multiprocessing.get_context("forkserver")

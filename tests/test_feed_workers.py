@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard.threads import crew
 from tests.conftest import Made, MadeIterator, background_threads, data_mesh, eventually, ids
 from tests.pipelines import assert_same, feeds_of, with_states
 from tests.programs import start
@@ -87,8 +86,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
 
 
 @slow
-def test_a_state_is_restored_while_the_workers_of_the_run_before_still_end(monkeypatch):
-    monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.0)
+def test_a_state_is_restored_while_the_workers_of_the_run_before_still_end(no_patience):
     ds = feeds_of(lambda feed, i: {"id": 10 * feed + i}, 2, 2).shard_to(data_mesh(2), num_workers=1)
     with iter(ds) as batches:
         next(batches)

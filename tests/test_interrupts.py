@@ -18,13 +18,11 @@ import pytest
 
 import grain_shard
 from grain_shard import ShardedIterator, StateError, rehearse
-from grain_shard.threads import crew
 from tests.conftest import (
     Restorable,
     assert_ended,
     background_threads,
     data_mesh,
-    eventually,
     numbered,
     wait,
 )
@@ -198,8 +196,7 @@ class Blocked(Restorable):
         return super().__next__()
 
 
-def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(monkeypatch):
-    monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
+def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(no_patience):
     source = Blocked([{"id": np.arange(8) + first} for first in (8, 16, 24)])
     with iter(grain_shard.from_iterable(source).shard_to(data_mesh(2))) as iterator:
         assert own_rows(next(iterator))[0] == 8
@@ -208,8 +205,9 @@ def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(mon
             next(iterator)
         with pytest.raises(grain_shard.GrainShardError, match="still inside the source"):
             next(iterator)
+        threads = background_threads()
         source.goes_on.set()
-        eventually(lambda: not iterator._at.run.is_running)
+        assert_ended(threads)
         assert [own_rows(next(iterator))[0] for _ in range(2)] == [16, 24]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grain_shard import DevicePut, ShardingTree
-from grain_shard.threads import closing, crew, results
+from grain_shard.threads import closing, results
 from tests.conftest import (
     HANG_S,
     Made,
@@ -209,8 +209,7 @@ class TestWhatCannotBeClosed:
             ("cannot close", [WHILE_CLOSING])
         ]
 
-    def test_after_close_has_waited_long_enough_it_is_logged(self, mesh, logged, monkeypatch):
-        monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
+    def test_after_close_has_waited_long_enough_it_is_logged(self, mesh, logged, no_patience):
         goes_on = threading.Event()
         iterator = iter(Unclosable(wait_for=goes_on).shard_to(mesh))
         next(iterator)

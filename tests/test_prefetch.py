@@ -10,7 +10,6 @@ import threading
 
 import pytest
 
-from grain_shard.threads import crew
 from grain_shard.threads.background import in_background
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Producer, Raised
@@ -174,8 +173,7 @@ class TestClose:
         numbers.close()
 
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
-    def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
-        monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.1)
+    def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, no_patience):
         blocked, release = threading.Event(), threading.Event()
 
         def block():
