@@ -217,9 +217,10 @@ def on_two_hosts(kind, address):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXECUTORS[1:])
 def test_two_hosts_have_the_batches_of_threads(kind, request):
-    executor, address = request.getfixturevalue(kind), None  # a host starts its own workers
+    request.getfixturevalue(kind)
+    address = None  # a host starts its own workers
     if kind == "dask":
-        address = executor._client.scheduler.address
+        address = sys.modules["distributed"].default_client().scheduler.address
     elif kind == "of_ray":
         address = sys.modules["ray"].get_runtime_context().gcs_address
     hosts = rehearse.run(on_two_hosts, kind, address, hosts=2, devices_per_host=2)
@@ -272,7 +273,8 @@ class TestALostWorker:
     @pytest.mark.long
     def test_dask_five_workers_are_killed_in_the_middle(self, dask, mesh):
         ds = RECORDS.batch(4).repeat(8)
-        client, expected, found = dask._client, list(ds.shard_to(mesh)), []
+        client = sys.modules["distributed"].default_client()
+        expected, found = list(ds.shard_to(mesh)), []
         with iter(ds.shard_to(mesh, executor=dask)) as iterator:
             for number, batch in enumerate(iterator):
                 found.append(batch)

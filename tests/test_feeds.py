@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import hosts_mesh
-from grain_shard.state_json import sealed
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
 from tests.pipelines import (
@@ -279,7 +278,8 @@ def test_rows_that_are_batches_are_told_with_the_shape_that_they_lead_to(
 def test_an_entry_that_the_feed_cannot_take_names_the_feed():
     ds = numbers([9] * 4).batch(8).shard_to(data_mesh(4))
     _, state = after(ds, 0)
-    state["feeds"]["2"] = sealed({"state": {"something": "else"}})  # as another pipeline saves it
+    others = grain_shard.feeds(lambda feed: Made(lambda i: {"id": i}), num_feeds=4).batch(8)
+    state["feeds"]["2"] = after(others.shard_to(data_mesh(4)), 1)[1]["feeds"]["2"]
     with pytest.raises(grain_shard.StateError, match="cannot restore this state") as refusal:
         after(ds, 1, state)
     assert "grain_shard: in feed 2 of 4" in refusal.value.__notes__

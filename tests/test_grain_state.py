@@ -8,7 +8,6 @@ from absl import flags
 
 from grain_shard import StateError
 from grain_shard.checkpoint import CheckpointRestore
-from grain_shard.hosts.state_files import read_state
 from tests.conftest import data_mesh, ids, numbered
 
 
@@ -67,7 +66,7 @@ def test_the_records_of_all_processes_are_counted(tmp_path):
         (tmp_path / f"process_{process}-of-2.json").write_text('{"next_index": 6}')
     iterator = iter(records().batch(4).shard_to(data_mesh(2)))
     with iterator, pytest.raises(StateError, match=r"call batches\.seek\(record=12 \* n\)"):
-        iterator.set_state(read_state(tmp_path))
+        iterator.read_state(tmp_path)
 
 
 @pytest.mark.parametrize(

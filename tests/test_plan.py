@@ -6,6 +6,7 @@ Against jobs that run: test_hosts_same_batches.py.
 
 import dataclasses
 import re
+import sys
 from collections import Counter
 from importlib.util import find_spec
 
@@ -171,7 +172,7 @@ class TestTopologies:
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("grain_shard.tools.extras.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plan\]"'):
         topology_mesh("v5e:4x4", {"data": 16})
 
