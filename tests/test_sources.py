@@ -21,6 +21,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
 from grain_shard.sources import array_record_source, record_files
 from tests.conftest import HANG_S, data_mesh, ids
+from tests.pipelines import read_together
 from tests.programs import run
 
 SIZES = [7, 1, 20, 4]  # records of each file
@@ -66,11 +67,26 @@ def decode(value):
     return {"id": np.int32(value.split()[1])}
 
 
-@pytest.mark.parametrize(
-    "indices", [[0], [31, 0], [5, 5, 5], [8, 7, 6], list(range(TOTAL))[::-3], [6, 7, 8, 27, 28]]
-)
-def test_a_batched_read_keeps_the_order_that_was_asked_for(paths, indices):
-    assert list(ArrayRecordSource(paths)._getitems(indices)) == [record(i) for i in indices]
+def read_at_once(source, order=lambda records: records):
+    """The numbers of records, which are read in one call."""
+    records = order(grain.MapDataset.source(source)).map(decode)
+    return read_together(records, len(records))[0]["id"].tolist()
+
+
+ORDERS = {
+    "one": (lambda records: records[5:6], [5]),
+    "backwards": (lambda records: records[::-3], [*range(TOTAL)][::-3]),
+    "of several files": (lambda records: records[6:30:2], [*range(6, 30, 2)]),
+    "twice": (lambda records: records[6:9].repeat(2), [6, 7, 8, 6, 7, 8]),
+    "the ends": (lambda records: records[::-31], [31, 0]),
+}
+
+
+@pytest.mark.parametrize(("order", "numbers"), ORDERS.values(), ids=ORDERS)
+def test_a_batched_read_keeps_the_order_that_was_asked_for(paths, order, numbers):
+    source = Counting(paths)
+    assert read_at_once(source, order) == numbers
+    assert source.batched[-1] == numbers
 
 
 def test_it_says_which_file_holds_a_record_and_where(paths):
@@ -191,7 +207,7 @@ def instruction(filename):
 def test_a_range_of_a_files_records(paths):
     source = ArrayRecordSource([f"{paths[2]}[5:8]", paths[1], f"{paths[0]}[0:1]"])
     assert list(source) == [record(13), record(14), record(15), record(7), record(0)]
-    assert list(source._getitems([4, 0, 2])) == [record(0), record(13), record(15)]
+    assert read_at_once(source, lambda records: records[::-2]) == [0, 15, 13]
     assert source.paths == [paths[2], paths[1], paths[0]]
     assert list(ArrayRecordSource([f"{paths[2]}[2:2]", f"{paths[1]}[0:1]"])) == [record(7)]
     of_datasets = ArrayRecordSource(instruction(paths[2]))
@@ -361,7 +377,7 @@ def bucket(paths, monkeypatch):
 def test_an_object_of_a_google_bucket_is_read_by_its_url(bucket):
     source = ArrayRecordSource(["gs://bucket/train-0[0:3]", "gs://bucket/train-0[3:5]"])
     assert len(ArrayRecordSource("gs://bucket/train-0")) == SIZES[2]
-    assert list(source._getitems([0, 4])) == [record(8), record(12)]
+    assert read_at_once(source) == [8, 9, 10, 11, 12]
     with pytest.raises(
         RuntimeError,
         match=r"gs://bucket/missing.*404(.|\n)*can reach the bucket and read the object",
@@ -386,7 +402,7 @@ def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monke
     others = [source, ArrayRecordSource(paths), ArrayRecordSource(paths[:2])]
     for one in others:
         assert list(one) == [record(i) for i in range(len(one))]
-        assert list(one._getitems(range(len(one)))) == [record(i) for i in range(len(one))]
+        assert read_at_once(one) == [*range(len(one))]
         assert len(alive) <= 4
 
 
@@ -413,7 +429,7 @@ def test_slow_files_are_opened_and_read_at_the_same_time(paths, what, impatient,
             return self.reader.read(positions)
 
     reader.use(Meeting)
-    assert ArrayRecordSource(paths)._getitems(range(TOTAL)) == [record(i) for i in range(TOTAL)]
+    assert read_at_once(ArrayRecordSource(paths)) == [*range(TOTAL)]
 
 
 def test_one_thread_serves_many_callers_and_an_error_leaves_no_call_behind(
@@ -425,16 +441,16 @@ def test_one_thread_serves_many_callers_and_an_error_leaves_no_call_behind(
             with pytest.raises(FileNotFoundError, match="missing"):
                 ArrayRecordSource([paths[0], f"{paths[0]}-missing", *paths[1:]])
             source = ArrayRecordSource(paths)
-            calls = [callers.submit(source._getitems, range(TOTAL)) for _ in range(20)]
+            calls = [callers.submit(read_at_once, source) for _ in range(20)]
             for call in calls:
-                assert call.result(HANG_S) == [record(i) for i in range(TOTAL)]
+                assert call.result(HANG_S) == [*range(TOTAL)]
 
 
 def test_the_caller_reads_if_no_thread_can_be_had(paths, impatient, monkeypatch):
     ended = ThreadPoolExecutor(1)
     ended.shutdown()  # as at the end of the program, where a thread of the user may still train
     monkeypatch.setattr(array_record_source, "_threads", lambda: ended)
-    assert ArrayRecordSource(paths)._getitems(range(TOTAL)) == [record(i) for i in range(TOTAL)]
+    assert read_at_once(ArrayRecordSource(paths)) == [*range(TOTAL)]
 
 
 @pytest.mark.slow
