@@ -212,17 +212,22 @@ def test_a_folder_in_which_other_hosts_had_saved_is_refused(saved):
 
 
 def test_files_of_another_number_of_feeds_are_another_pipelines(saved):
-    (host,) = hosts_of(batches(16), [[0]], divisor=1)
-    with pytest.raises(StateError, match="num_feeds"):
-        host.from_state(read_state(saved, host.own_feeds))
+    ds = batches(16)
+    with iter(ds.shard_to(data_mesh(1))) as other, pytest.raises(StateError, match="num_feeds"):
+        other.read_state(saved)
+    (host,) = hosts_of(ds, [[0]], divisor=1)
     save(saved, [host])
     error = refusal(saved, host.own_feeds)
     assert "come from different checkpoints: feeds-00000-00001-of-00008.json and" in error
 
 
 def test_of_feeds_that_it_does_not_run_a_pipeline_reads_one_file_to_refuse_them(saved):
-    read, state = opened(lambda: read_state(saved), reading=True)
-    assert read == ["feeds-00000-00001-of-00008.json"]
     numbers = grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(8)
-    with iter(numbers.shard_to(data_mesh(8))) as batches, pytest.raises(StateError, match="feeds"):
-        batches.set_state(state)
+
+    def restore():
+        with pytest.raises(StateError, match="feeds"):
+            batches.read_state(saved)
+
+    with iter(numbers.shard_to(data_mesh(8))) as batches:
+        read, _ = opened(restore, reading=True)
+    assert read == ["feeds-00000-00001-of-00008.json"]
