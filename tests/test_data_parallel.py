@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import weakref
 
 import flax.linen as nn
 import jax
@@ -19,7 +21,6 @@ from grain_shard import rehearse
 from grain_shard.errors import ShardingError
 from grain_shard.training import (
     create_data_parallel_sharding,
-    data_parallel,
     data_parallel_train_step,
     place_batch_on_shards,
     place_model_state_on_shards,
@@ -258,9 +259,13 @@ class TestDataParallelTrainStep:
         def loss_number(i):
             return lambda params, batch: jnp.mean(params * batch) + i
 
+        state, batch, alive = (np.ones(8), ADAM.init(np.ones(8))), np.ones(8), weakref.WeakSet()
         for i in range(40):
-            data_parallel._compiled_step(loss_number(i), ADAM)
-        assert data_parallel._compiled_step.cache_info().currsize <= 32
+            loss = loss_number(i)
+            alive.add(loss)
+            data_parallel_train_step(loss, ADAM, batch, state)
+        gc.collect()
+        assert len(alive) <= 32
 
     def test_indivisible_batch(self):
         batch = {name: rows[:9] for name, rows in numpy_batches()[0].items()}

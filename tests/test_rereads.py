@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from grain_shard import Retries, ShardingError, feeds
-from grain_shard.iteration.host_batches import THREAD
 from grain_shard.reading import rereads, sample
 from grain_shard.streams import feed_sample
 from tests.conftest import data_mesh, ids
@@ -343,7 +342,7 @@ def test_a_record_that_cannot_be_read_again_is_left_out(on_bad_record):
 
 def test_a_record_that_was_masked_and_can_be_read_again_is_left_out():
     def fails_for_the_batch(index, number):
-        if index == 3 and threading.current_thread().name.startswith(THREAD):
+        if index == 3 and threading.current_thread().name.startswith("grain-shard-host"):
             raise ValueError("not yet")
 
     ds = grain.MapDataset.source(Source(32, fails_for_the_batch)).map(lambda i: {"id": i})
@@ -366,7 +365,7 @@ def test_a_record_of_an_executor_that_was_masked_after_several_tries_is_no_other
 
 def test_a_random_source_of_which_no_record_can_be_read_a_third_time_is_no_error():
     def breaks_down(index, number):
-        if number > 2 and not threading.current_thread().name.startswith(THREAD):
+        if number > 2 and not threading.current_thread().name.startswith("grain-shard-host"):
             raise OSError("down")
 
     ds = grain.MapDataset.source(Source(128, breaks_down))
