@@ -260,6 +260,7 @@ def test_a_state_of_a_user_comes_back_from_json_as_it_was(state):
         iterator.set_state(json.loads(json.dumps(iterator.get_state())))
         next(iterator)
     np.testing.assert_equal(source.restored, state)
+    assert repr(source.restored) == repr(state), "with the types of all values"
 
 
 def places(state, path=()):
