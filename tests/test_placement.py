@@ -22,7 +22,6 @@ from grain_shard.placement import (
     prefetch_to_device,
 )
 from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
-from grain_shard.training import placement as placement_module
 from tests.conftest import Restorable, background_threads, data_mesh, eventually
 from tests.on_hosts import refuse_collective_device_put
 
@@ -111,10 +110,12 @@ class TestDevices:
         }
         json.dumps(info)
 
-    def test_device_info_tells_the_memory_where_the_backend_does(self):
+    def test_device_info_tells_the_memory_where_the_backend_does(self, monkeypatch):
         figures = {"bytes_in_use": 1, "bytes_limit": 2}
-        device = SimpleNamespace(memory_stats=lambda: {**figures, "num_allocs": 3})
-        assert placement_module._memory(device) == figures
+        told = {"memory_stats": lambda: {**figures, "num_allocs": 3}}
+        device = SimpleNamespace(id=7, platform="cpu", device_kind="cpu", **told)
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        assert DevicePlacement().get_device_info()["memory"] == {7: figures}
 
 
 class TestPlaceOnDevice:
