@@ -81,6 +81,8 @@ def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step,
     profiled = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
     assert profiled.bottleneck == expected, profiled
     assert profiled.advice
+    unseen = "not seen: reading, stacking and padding in the worker processes (num_workers=1)"
+    assert (unseen in str(profiled)) == (expected == "workers")
 
 
 @pytest.mark.parametrize(
@@ -292,19 +294,17 @@ class TestProfile:
         assert loop[-1][1] == profiled.seconds
 
     def test_figures_follow_from_spans(self):
-        loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
-        assert Profile(1, 1, 0, 5, loop).wait_share == 0.25
-        spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
-        profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
+        loop = measured(wait=[("main", 0, 2)], step=[("main", 2, 8)])  # then 2 seconds of neither
+        assert loop.wait_share == 0.25
+        profiled = measured(read=[("t5", 0, 1), *((f"t{i}", i, i + 1) for i in range(5))])
         assert (profiled.figures.threads("read"), profiled.busy("read")) == (6, 0.5)
         assert profiled.side_by_side("read") == 0.6
         # The last three of this span's four seconds lie within the loop.
-        cut_off = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
-        assert cut_off.processor_s("read") == 1.5
+        assert measured(read=[("t", -1, 3, 2)]).processor_s("read") == 1.5
         # Of two batches, which were read in four parts and stacked in none.
         times = {"read": [1.0, 2.0, 3.0, 2.0], "pad": [0.5, 0.25], "place": [0.25, 0.75, 0.5]}
-        spans = [Span(stage, "t", 0, s) for stage, all_s in times.items() for s in all_s]
-        figures = Profile(2, 2, 0, 10.0, tuple(spans)).figures
+        lanes = {stage: [("t", 0, s) for s in all_s] for stage, all_s in times.items()}
+        figures = measured(**lanes, wait=[("main", 0, 0)] * 2).figures
         a_batch = [getattr(figures, f"{stage}_s") for stage in ("read", "batch", "pad", "place")]
         assert a_batch == [4.0, None, 0.375, 0.5]
 
@@ -346,13 +346,6 @@ class TestProfile:
             adapted = f"adapted while the loop ran: {profiled.read_threads}\n(threads come"
             assert adapted in str(profiled)
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
-
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_it_says_that_worker_processes_are_not_seen(self, num_workers):
-        said = "not seen: reading, stacking and padding in the worker processes (num_workers=2)"
-        assert (said in str(measured(Pipeline(num_workers=num_workers), **READING))) == (
-            num_workers > 0
-        )
 
     @pytest.mark.parametrize(
         ("num_batches", "asked", "tells"),

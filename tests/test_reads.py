@@ -5,6 +5,7 @@ nothing here depends on how fast anything is.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grain
 import numpy as np
@@ -12,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grain_shard import BatchLayout, PadToDivisible, ShardBatch
 from grain_shard.reading import contents, read, reads
-from grain_shard.reading.faults import FaultRules, Faults
-from grain_shard.reading.stack import RowTemplate
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Raised
@@ -214,14 +214,18 @@ class TestLife:
             inside.set()
             wait(release)
 
-        slow, fast = (RowTemplate(grain.MapDataset.source(Source(1, f))) for f in (block, nothing))
-        thread = threading.Thread(target=slow.stacker, args=(Faults(FaultRules()),))
-        thread.start()
-        wait(inside)
-        fast.stacker(Faults(FaultRules()))
-        assert thread.is_alive()
-        release.set()
-        thread.join()
+        def padding(on_read):
+            """A batch of padding, which reads a record only to learn the structure."""
+            ds = batches(Source(1, on_read)).pipe(PadToDivisible(8))
+            return ds.pipe(ShardBatch(BatchLayout(8, (7,))))[0]["id"].tolist()
+
+        with ThreadPoolExecutor(1) as thread:
+            slow = thread.submit(padding, block)
+            wait(inside)
+            assert padding(nothing) == [0]
+            assert not slow.done()
+            release.set()
+            assert slow.result(HANG_S) == [0]
 
     def test_a_system_that_allows_no_more_threads_is_no_error(self, monkeypatch):
         start, started = threading.Thread.start, []
