@@ -74,6 +74,7 @@ def status(code):
         (io.UnsupportedOperation("read"), False),
         (ValueError("record 3 is corrupt"), False),
         (KeyError("image"), False),
+        (KeyboardInterrupt(), False),
         (requests.exceptions.ConnectionError(), True),
         (requests.exceptions.ReadTimeout(), True),
         (requests.exceptions.InvalidURL(), False),
@@ -88,16 +89,18 @@ def status(code):
     ],
     ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
-def test_what_a_second_try_may_heal(error, heals):
+def test_what_a_second_try_may_heal_is_tried_again_and_all_else_comes_at_once(error, heals, kind):
     def fail(index, number):
         if (index, number) == (1, 1):
             raise error
 
-    ds = batches(Source(4, fail)).shard_to(data_mesh(1), num_threads=1)
+    ds = batches(kind(4, fail)).shard_to(data_mesh(1), num_threads=1)
     if heals:
         assert ids(ds) == [[0, 1, 2, 3]]
     else:
-        assert failure_of(ds, type(error))[0] is error
+        caught, counts = failure_of(ds, type(error))
+        assert caught is error
+        assert counts.retries == 0
 
 
 def all_of(batches):
@@ -180,14 +183,6 @@ class TestRetries:
             counts = iterator.stats().faults
         assert counts.retries > 0
         assert counts.bad_records == counts.records == 0  # counted only where some may be left out
-
-    @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, KeyboardInterrupt])
-    def test_what_no_second_try_heals_comes_at_once(self, kind, error):
-        raised = error("it is what it is")
-        ds = batches(kind(16, bad(5, error=lambda text: raised)))
-        caught, counts = failure_of(ds.shard_to(data_mesh(2), num_threads=1), error)
-        assert caught is raised
-        assert counts.retries == 0
 
     def test_what_a_function_raises_is_not_tried_again(self):
         calls = collections.Counter()
