@@ -11,6 +11,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import grain
 import numpy as np
@@ -447,9 +448,8 @@ def test_one_thread_serves_many_callers_and_an_error_leaves_no_call_behind(
 
 
 def test_the_caller_reads_if_no_thread_can_be_had(paths, impatient, monkeypatch):
-    ended = ThreadPoolExecutor(1)
-    ended.shutdown()  # as at the end of the program, where a thread of the user may still train
-    monkeypatch.setattr(array_record_source, "_threads", lambda: ended)
+    # As at the end of the program, where a thread of the user may still train.
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", mock.Mock(side_effect=RuntimeError))
     assert read_at_once(ArrayRecordSource(paths)) == [*range(TOTAL)]
 
 
