@@ -406,33 +406,6 @@ class TestMask:
         ds = batches(source) if name == "random access" else of_feeds(source)
         assert failure_of(masked(ds), error)[1].bad_records == 0
 
-    @pytest.mark.parametrize(
-        ("error", "is_bad_everywhere"),
-        [
-            (ValueError("no JPEG"), True),
-            (KeyError("label"), True),
-            (OSError("record 3"), False),
-            (FileNotFoundError("train-7"), False),
-            (PermissionError("train-7"), False),
-            (ConnectionResetError(), False),
-            (ImportError("no PIL"), False),
-        ],
-        ids=repr,
-    )
-    def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_have(
-        self, error, is_bad_everywhere
-    ):
-        """A file that one host alone lacks would make two different rows of one."""
-        rules = FaultRules(on_bad_record="mask")
-        ds = batches(Source(8, bad(3, error=lambda text: error))).pipe(PadToDivisible(2))
-        assert not ds.plan.read_batch(0, Faults(rules))["valid_mask"][3]
-        rules = faults.read_by_several(rules)
-        if is_bad_everywhere:
-            assert not ds.plan.read_batch(0, Faults(rules))["valid_mask"][3]
-        else:
-            with pytest.raises(type(error)):
-                ds.plan.read_batch(0, Faults(rules))
-
 
 class TestTooMany:
     @pytest.mark.parametrize(

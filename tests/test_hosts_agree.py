@@ -26,6 +26,7 @@ from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from grain_shard.iteration.iterator import state_writer
 from tests.conftest import eventually
+from tests.counting_source import Source, bad
 from tests.on_hosts import cases_of, meet, or_traceback, own_rows
 from tests.pipelines import shared_out
 
@@ -247,6 +248,35 @@ def case_unreadable_contents_on_one_host(host, _):
     ds = grain.MapDataset.source(Damaged(range(4))).map(decode).batch(8)
     with shard(ds, on_bad_record="mask") as iterator:
         return own_ids(next(iterator)), iterator.get_state()
+
+
+# Errors of a record that two hosts read, and whether each host that reads the record gets them: a
+# file that one host alone lacks would make two different rows of one.
+ERRORS = [
+    (ValueError("no JPEG"), True),
+    (KeyError("label"), True),
+    (OSError("record 3"), False),
+    (FileNotFoundError("train-7"), False),
+    (PermissionError("train-7"), False),
+    (ConnectionResetError(), False),
+    (ImportError("no PIL"), False),
+]
+
+
+def case_bad_records_that_two_hosts_read(host, _):
+    """For each error: the valid rows of the first batch, or the error that comes instead."""
+
+    found, mesh = [], mesh_of(jax.devices(), (2, 4), ("model", "data"))
+    options = {"read": "needed", "on_bad_record": "mask", "retries": 0}
+    for error, _ in ERRORS:
+        source = Source(8, bad(3, error=lambda text, error=error: error))
+        ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)}).batch(8)
+        with shard(ds, mesh, **options) as iterator:
+            try:
+                found.append(own_ids(next(iterator)))
+            except Exception as failure:
+                found.append(type(failure).__name__)
+    return found
 
 
 def case_first_record_raises(host, _):
@@ -479,6 +509,12 @@ def test_a_host_that_cannot_read_a_record_is_not_compared_and_has_the_same_state
     assert [rows for rows, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert found[0][1]["source"].count("-") == 1
     assert all(state == found[0][1] for _, state in found)
+
+
+def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_have(results):
+    readers = results[case_bad_records_that_two_hosts_read][::2]
+    expected = [[0, 1, 2] if masked else type(error).__name__ for error, masked in ERRORS]
+    assert readers == [expected, expected]
 
 
 def test_a_field_that_is_the_same_everywhere_is_not_named(results):
