@@ -92,6 +92,9 @@ PIPELINES = {
     "some are None": lambda f, o: (
         grain.MapDataset.range(300).map(lambda i: i if i % 3 else None).to_iter_dataset(o)
     ),
+    "a filter among the records": lambda f, o: (
+        grain.MapDataset.range(300).filter(lambda i: i % 3).to_iter_dataset(o)
+    ),
     "the same stream twice": lambda f, o: grain.IterDataset.mix(
         [ds := documents(f, o).map(length), ds]
     ),
@@ -181,20 +184,6 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
     with contextlib.closing(iter(stream)) as rows:
         assert next(rows) == 0
         assert bool(background_threads()) == is_read_ahead
-
-
-NUMBERS = grain.MapDataset.range(9)
-UNKNOWN = {
-    "a filter among the records": NUMBERS.filter(bool).to_iter_dataset(),
-    "worker processes": NUMBERS.to_iter_dataset().mp_prefetch(
-        grain.MultiprocessingOptions(num_workers=1)
-    ),
-}
-
-
-@pytest.mark.parametrize("ds", UNKNOWN.values(), ids=UNKNOWN)
-def test_what_is_not_known_runs_as_it_was_written(ds):
-    assert replace_read_ahead(ds, lambda records, _: pytest.fail("replaced")) is ds
 
 
 @pytest.mark.parametrize("are_made_one_by_one", [False, True])
