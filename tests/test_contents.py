@@ -252,8 +252,3 @@ def test_a_run_goes_on_over_the_same_records_in_another_container(hold):
 
     _, state = after(ds(np.arange(16, dtype=np.int32)), 2)
     assert flat(going_on(ds(hold(np.arange(16, dtype=np.int32))), state)) == list(range(8, 16))
-
-
-def test_another_object_has_no_digest():
-    with pytest.raises(TypeError, match="cannot compute a digest of a object"):
-        element_digest({"x": object()})
