@@ -256,7 +256,8 @@ class TestInANotebook:
         ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
         grain_shard.show(ds)
         (page,) = displayed
-        shown = page._repr_mimebundle_((), ())
+        formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+        shown, _ = formatter.format(page)
         assert "rows of this host" in shown["text/html"]
         assert "u8[32@data,28,28,1]" in shown["text/html"]
         assert "devices 2, 3" in shown["text/html"]
