@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import private_names
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
-from grain_shard.reading import faults
+from grain_shard.reading import contents, faults, read
 from grain_shard.threads import crew
 from tests.counting_source import no_rereads
 
@@ -108,6 +108,13 @@ def without_rereads():
     """For tests that count reads, or the records in memory."""
     with no_rereads():
         yield
+
+
+@pytest.fixture
+def one_record_at_a_time(monkeypatch):
+    """Records that are read one by one are not read several by one thread, fast as they are."""
+    monkeypatch.setattr(read, "_READ_S", 0.0)
+    monkeypatch.setattr(contents, "SOURCE", None)  # no record is read twice, to be compared
 
 
 @pytest.fixture

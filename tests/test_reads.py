@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grain_shard import BatchLayout, PadToDivisible, ShardBatch
-from grain_shard.reading import contents, read, reads
+from grain_shard.reading import read, reads
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Raised
@@ -40,13 +40,6 @@ def in_order(num_records, global_batch_size):
         list(range(start, min(num_records, start + global_batch_size)))
         for start in range(0, num_records, global_batch_size)
     ]
-
-
-@pytest.fixture
-def one_record_at_a_time(monkeypatch):
-    """Records that are read one by one are not read several by one thread, fast as they are."""
-    monkeypatch.setattr(read, "_READ_S", 0.0)
-    monkeypatch.setattr(contents, "SOURCE", None)  # no record is read twice, to be compared
 
 
 @pytest.mark.usefixtures("one_record_at_a_time", "no_rereads")
