@@ -56,9 +56,9 @@ class Stillness:
             self._saves, self._where = False, None
 
     def still(self) -> str:
-        """Returns `IN_STEP` or `IN_SAVE`, and a line, if the thread has stood still for long there.
+        """Returns the place of a thread that has stood still for long; "" if it has not.
 
-        The line is the innermost one that is of the user's program. Otherwise the result is "".
+        The place is `IN_STEP` or `IN_SAVE`, with the innermost line of the user's program.
         """
         if self._seconds() <= self._long_s:
             return ""
