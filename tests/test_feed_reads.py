@@ -22,7 +22,6 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import SharedReads, _Lines
 from grain_shard.spans import READ, recorded
-from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
 from tests import text
 from tests.conftest import (
     assert_ended,
@@ -441,24 +440,18 @@ def test_no_reader_outlives_feeds_that_wait_for_it(how, waiting):
     eventually(lambda: not background_threads())
 
 
-def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
+def test_closed_while_it_waits_all_threads_end_but_those_that_are_inside_a_read(
+    waiting, no_patience
+):
     ds, inside, release = waiting
-    rows, ended = StreamBatches(ds.streams, ds.plan, StreamOptions()), []
-
-    def consume():
-        try:
-            next(rows)
-        except RuntimeError as error:
-            ended.append(str(error))
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
+    batches = iter(ds.shard_to(data_mesh(4)))
+    batches.start_prefetch()
     wait(inside)
-    rows.stop()
-    assert_ended([consumer])
-    assert ended == ["the reads of this feed were stopped: the loop has ended"]
+    threads = background_threads()
+    batches.close()
+    assert_ended(thread for thread in threads if "-read" not in thread.name)
+    assert any(thread.is_alive() for thread in threads)
     release.set()
-    rows.close()
 
 
 @pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
