@@ -80,17 +80,19 @@ FOUND_BY = {
     ("contract", "## C2, C3, C6: padding and the mask"): [
         *("padding", "valid_mask", "batch size", "last batch"),
     ],
+    ("contract", "## C8, C9, C10: threads, buffers and workers"): ["memory"],
     ("contract", "## C13: the same record for every reader"): [
         *("threads", "lock", "thread safe", "thread safety"),
     ],
     ("examples/README", "# Examples"): [
         *("nnx", "partitioning", "model axis", "tensor parallel", "model parallel"),
-        *("sharded parameters", "losses differ", "augmentation", "random crop", "flax nnx"),
-        "nnx Optimizer checkpoint",
+        *("sharded parameters", "losses differ", "augmentation", "flax nnx"),
+        *("random crop", "random crop augmentation", "nnx.Optimizer checkpoint"),
     ],
     ("evaluation", "# Evaluation with a mask"): [
         *("evaluation", "masks", "validation", "validation set", "exact evaluation"),
-        *("validation during training", "train and eval", "eval set"),
+        *("validation during training", "train and eval together"),
+        *("interleave evaluation with training", "eval set not divisible"),
     ],
     ("evaluation", "## Metrics"): ["loss divides by padding"],
     ("troubleshooting", "# Troubleshooting"): ["hang"],
@@ -101,6 +103,7 @@ FOUND_BY = {
     ("troubleshooting", "## A pipeline or its data is refused"): [
         *("wrong batch size", "wrong spec", "max_length"),
     ],
+    ("troubleshooting", "## It does not resume"): ["state was saved by another pipeline"],
     ("coming_from", "## Grain alone"): ["batch per host"],
     ("coming_from", "## PyTorch"): ["map-style dataset", "collate_fn", "DistributedSampler"],
     ("coming_from", "## An old loader, as it is"): ["WebDataset", "IterableDataset"],
@@ -145,6 +148,7 @@ FOUND_BY = {
     ],
     ("streams", "# Streams that any number of hosts can continue"): [
         *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),
+        "pack in advance",
     ],
     ("versions", "# Versions"): ["Python version"],
 }

@@ -28,16 +28,20 @@ SEARCHES = """
 benchmarks: benchmarks
 changing_runs: seed, epoch, shuffle, shuffle seed, shuffle without seed, steps per epoch
 changing_runs: change batch size, epoch order, reshuffle each epoch
+changing_runs: missing seed, shuffle requires a seed
 coming_from: webdataset, collate_fn, DistributedSampler, batch per host, IterableDataset
 contract: padding, thread, lock, thread safe, batch size, global batch size, last batch
-contract: number of steps, reproducible
-data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences
+contract: number of steps, reproducible, memory
+data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences, bucketing by length
 evaluation: mask, evaluation, validation, validation set, loss divides by padding
+evaluation: validation during training, train and eval, train and eval together
+evaluation: interleave evaluation with training, eval set not divisible
 examples/README: nnx, partitioning, model axis, model parallel, sharded parameters, losses differ
+examples/README: nnx.Optimizer checkpoint, random crop, random crop augmentation
+faults: corrupt record
 api/grain_shard.shard_to: shard_to
 many_hosts: multi-host, multi host, two hosts, TPU, SLURM, simulate hosts, CPU hosts, several slices
 many_hosts: virtual devices, kill one host, SIGTERM, shared folder, jax.distributed.initialize
-faults: corrupt record
 many_hosts: rehearse, localhost, connection closed by peer
 microbatches: gradient accumulation
 mixtures: mixture
@@ -45,16 +49,15 @@ monitoring: which host is slow
 notebooks/01_quick_start: quick start
 options: prefetch, set_mesh, PartitionSpec, remainder, divisible, drop last batch
 options: host_rows, numpy batches
-other_machines: workers, num_workers, worker crash, __main__ guard
+other_machines: workers, num_workers, worker crash, __main__ guard, spawn main guard
 recipes: Keras, fit, model.fit, steps_per_epoch, validation_data, set_random_seed, keras predict
 recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint
 saving: checkpoint, checkpoint orbax, orbax, resume, restart, resume training, state
-changing_runs: missing seed, shuffle requires a seed
-evaluation: validation during training, train and eval
-saving: restore on one host, CheckpointManager
+saving: restore on one host, restart on fewer hosts, CheckpointManager, dropout rng resume
 saving: restore model, different number of hosts, resume other number of hosts
-streams: packing, pack sequences, packed rows
+streams: packing, pack sequences, packed rows, packing documents, pack in advance
 troubleshooting: OOM, incarnation, hang, wrong batch size, explicit sharding, ShardingTypeError
+troubleshooting: wrong spec, state was saved by another pipeline
 """
 SEARCHES = [(page, words.split(", ")) for page, words in re.findall("(.+): (.+)", SEARCHES)]
 # The scripts of the site's search, in Node, with the little of a browser that they want.
