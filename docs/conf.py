@@ -120,6 +120,7 @@ FOUND_BY = {
     ],
     ("many_hosts", "## Rehearse"): [
         *("rehearse", "simulate hosts", "virtual devices", "CPU hosts", "localhost"),
+        *("two processes", "start processes by hand"),
     ],
     ("many_hosts", "## Launch"): ["TPU", "SLURM", "kubernetes", "coordinator_address"],
     ("many_hosts", "## Preemption"): ["SIGTERM", "killed", "kill one host"],
@@ -144,7 +145,9 @@ FOUND_BY = {
         *("Keras", "fit", "model.fit", "steps_per_epoch", "validation_data", "callbacks"),
         *("set_random_seed", "weights.h5", "keras predict", "keras two hosts", "dropout"),
         *("keras augmentation", "initial_epoch", "auto_shard_dataset", "ModelCheckpoint"),
-        "BackupAndRestore",
+        *("BackupAndRestore", "validation_steps", "model predict", "save_weights", "RandomFlip"),
+        *("keras validation", "keras callback", "multi-host keras", "class_weight", "keras seed"),
+        *("keras jax backend", "imbalanced classes", "batch norm", "keras data augmentation"),
     ],
     ("streams", "# Streams that any number of hosts can continue"): [
         *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),

@@ -9,6 +9,7 @@ hosts changes. With other data, another seed or another batch size it refuses to
 import argparse
 import os
 import pickle
+import sys
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before Keras is imported
@@ -63,7 +64,7 @@ class Save(keras.callbacks.Callback):
         self.save()
 
     def save(self):
-        # In a step, Keras gives the new values to `self.model` alone.
+        # With `self.model`, Keras first copies the values of the last step into the variables.
         if jax.process_index() == 0:
             values = [np.asarray(variable.value) for variable in variables(self.model)]
             new = self.path.with_suffix(".new")
@@ -75,8 +76,8 @@ def restore(model, ds, path):
     """Restores the last save, if there is one.
 
     Returns:
-        The state of the pipeline after its first batch. A save has it, too, so that a later run can
-        compare the two.
+        The state of the pipeline after its first batch. Each save gets this state: a later run
+        compares it with its own.
 
     Raises:
         grain_shard.errors.StateError: The pipeline is not the one of the save.
@@ -91,7 +92,7 @@ def restore(model, ds, path):
             batches.set_state(saved["data"])
             next(batches)  # compares the records with those of the save
             if saved["data"] != data:
-                raise SystemExit(f"{path} is of a run with another batch size")
+                sys.exit(f"{path} is of a run with another batch size")
             for variable, value in zip(variables(model), saved["values"], strict=True):
                 variable.assign(value)
     return data
@@ -115,7 +116,7 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
             epochs=last_epoch,
             validation_data=host_rows(test_ds),
             validation_steps=len(test_ds),  # without it, Keras warns that the data has ended
-            callbacks=[save],
+            callbacks=[save],  # as the last one, so that it saves the changes of the others
             verbose=2 if jax.process_index() == 0 else 0,
         )
 

@@ -19,6 +19,7 @@ from grain_shard import (
     BatchSchedule,
     PadToDivisible,
     ShardBatch,
+    ShardedIterator,
     ShardingError,
     StateError,
 )
@@ -564,12 +565,15 @@ def sought(ds):
         next(iterator)
 
 
+def host_rows_in_pairs(ds):
+    return ds.host_rows().map(lambda batch: (batch["id"], batch))
+
+
 class TestAnotherIteratorThatBeginsAnew:
+    @pytest.mark.parametrize("other", [lambda ds: ds, host_rows_in_pairs])
     @pytest.mark.parametrize("is_kept", [True, False])
-    @pytest.mark.parametrize(
-        "go", [lambda it, state: it.set_state(state), lambda it, _: it.seek(1)]
-    )
-    def test_it_warns_if_one_that_was_restored_was_not_used(self, go, is_kept):
+    @pytest.mark.parametrize("go", [ShardedIterator.set_state, lambda it, _: it.seek(1)])
+    def test_it_warns_if_one_that_was_restored_is_not_used(self, go, is_kept, other):
         ds = sharded(8)
         (_, state), *_ = with_states(ds)
         restored = iter(ds)
@@ -577,18 +581,23 @@ class TestAnotherIteratorThatBeginsAnew:
         if not is_kept:
             del restored
         with pytest.warns(UserWarning, match="loop over the iterator that was restored") as warned:
-            for _ in ds:
+            for _ in other(ds):
                 pass
         assert (len(warned), warned[0].filename) == (1, __file__)
         list(ds)  # once is enough
 
-    def test_it_does_not_warn_after_the_restored_one_was_used(self):
+    def test_other_uses_of_a_restored_one_do_not_warn(self):
         ds = sharded(8)
         (_, state), *_ = with_states(ds)
         for stop in (1, None):
             batches = iter(ds)
             batches.set_state(state)
+            if stop == 1:
+                next(iter(ds))  # a look at a batch
             list(itertools.islice(batches, stop))
+        batches.set_state(state)
+        batches.reset()
+        list(ds)
 
     @pytest.mark.parametrize("build", [sharded, in_feeds], ids=["random access", "feeds"])
     def test_it_warns_if_two_gave_one_batch_each(self, build):

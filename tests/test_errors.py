@@ -7,6 +7,7 @@ Every message has four parts: the leaf's path, its shape and dtype, the mesh, th
 import copy
 import gc
 import pickle
+import types
 
 import grain
 import jax
@@ -19,6 +20,12 @@ from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
 from grain_shard.checkpoint import CheckpointSave
 from grain_shard.errors import describe_error
 from tests.conftest import data_mesh, ids, numbered
+
+
+class DataParallel:
+    """As of Keras."""
+
+    device_mesh = types.SimpleNamespace(backend_mesh=None)
 
 
 def records(record):
@@ -118,6 +125,11 @@ AT_BUILD = {
         lambda: numbered(8, 8).shard_to({"data": 8}),
         'pass a Mesh, such as jax.make_mesh((8,), ("data",)), a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.',
     ),
+    "DataParallel is of Keras, and not a mesh of JAX.": (
+        lambda: numbered(8, 8).shard_to(DataParallel()),
+        lambda: numbered(8, 8).shard_to(DataParallel(), P("batch")),
+        "pass keras.distribution.distribution().device_mesh.backend_mesh, the mesh that Keras uses.",
+    ),
     "a list of devices has no mesh axis along which rows could be split.": (
         lambda: numbered(8, 8).shard_to(jax.devices()[:4], P("data")),
         'pass jax.make_mesh((4,), ("data",), devices=devices).',
@@ -161,7 +173,7 @@ AT_BUILD = {
         "pass one of the listed words as remainder.",
     ),
     **{
-        f"{call} cannot follow .shard_to, whose batches are on the devices of all hosts.": (
+        f"{call} cannot follow .shard_to, which ends the pipeline of all hosts.": (
             lambda then=then: then(numbered(8, 4).shard_to(data_mesh(4))),
             "mesh:   data=4",
             f"{instead} before .shard_to. (Call a function of batches in the loop.)",

@@ -103,7 +103,11 @@ APART = (
     [
         ([BEHIND, AHEAD, AHEAD], APART.format("host 0", "hosts 1, 2")),
         ([AHEAD, BEHIND], APART.format("host 1", "host 0")),
-        ([IS_STILL, SAVES], "all hosts have stood still for 60 s:\n  host 0 at batch 7, most"),
+        (
+            [IS_STILL, SAVES],
+            "all hosts have stood still for 60 s:\n  host 1 at batch 7, in a save\n",
+        ),
+        ([BEHIND, BEHIND._replace(still=f"{IN_STEP}, train.py:50")], APART.split("\n")[0]),
         ([AHEAD, AHEAD], None),  # a long step
         ([BEHIND, GOES_ON], None),  # host 1 works: it evaluates, or it reads
         ([BEHIND, GONE], None),  # is said in other words

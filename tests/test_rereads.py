@@ -156,6 +156,16 @@ def longer(i):
     return {"x": np.zeros(32 * getattr(HERE, "scale", 1), np.int32)}
 
 
+def unlike_texts(i):
+    texts = np.full(40, "a", object)
+    texts[30] = "ab"[getattr(HERE, "scale", 1) - 1]
+    return {"x": texts}
+
+
+def unlike_nans(i):
+    return {"x": np.array([0x7FC00000 + getattr(HERE, "scale", 1)], np.uint32).view(np.float32)}
+
+
 def unlike_within(i):
     x = np.zeros((4, 8), np.float32)
     x[2, 5] = getattr(HERE, "scale", 1)
@@ -237,6 +247,8 @@ FOUND = {
     only_here: ("", "no row", 3, "a dict"),
     of_4_mb: ("['x']", "[2., 2., ..., 2., 2.]", 1, "[1., 1., ..., 1., 1.]"),
     longer: ("['x']", "int32[64]", 0, "int32[32]"),
+    unlike_texts: ("['x']", "b at [30]", 0, "a at [30]"),
+    unlike_nans: ("['x']", r"b'\x02\x00\xc0\x7f' at [0]", 0, r"b'\x01\x00\xc0\x7f' at [0]"),
     unlike_within: ("['x']", "2.0 at [2, 5]", 0, "1.0 at [2, 5]"),
 }
 

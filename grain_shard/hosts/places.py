@@ -109,7 +109,7 @@ def may_work_alone(places: Mapping[int, Place]) -> bool:
 def stand_apart(
     places: Mapping[int, Place], num_hosts: int, first: int, timeout_s: float
 ) -> str | None:
-    """Returns a warning if all loops stand still, and not all in the same step or save.
+    """Returns a warning if all loops stand still, and not all at the same batch and line.
 
     A host that saves, or runs a step, which the other hosts leave out, waits for them. The other
     hosts wait for this host in their next step.
@@ -128,15 +128,15 @@ def stand_apart(
         >>> print(stand_apart(still, 2, first=0, timeout_s=60.0).splitlines()[1])
           host 0 at batch 6, most likely in the step of that batch, train.py:9
     """
-    still: dict[tuple[int, bool], list[int]] = {}
+    still: dict[tuple[int, str], list[int]] = {}
     for host, place in places.items():
         if place.left is None and place.still:
-            still.setdefault((place.batches, place.still.startswith(IN_SAVE)), []).append(host)
+            still.setdefault((place.batches, place.still), []).append(host)
     if sum(map(len, still.values())) < num_hosts or len(still) < 2:
         return None
     lines = [
-        f"{hosts_text(hosts)} at batch {first + batches:,}, {places[hosts[0]].still}"
-        for (batches, _), hosts in sorted(still.items())
+        f"{hosts_text(hosts)} at batch {first + batches:,}, {where}"
+        for (batches, where), hosts in sorted(still.items())
     ]
     stood = f"all hosts have stood still for {timeout_s:g} s:"
     return "\n  ".join([stood, *lines]) + f"\n{_REMEDY_APART}"

@@ -8,7 +8,8 @@ others go on, and a host that is one batch ahead.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from absl import logging
 
@@ -50,7 +51,7 @@ class Progress:
         self._place, self._posted, self._left_at = Place(0, None), Place(0, None), 0.0
         self._asks, self._compare_at = Asks(), 0.0
         self._places, self._same_since = dict[int, Place](), 0.0
-        self._has_warned = False  # True once the log has a line on loops that stand still
+        self._warned = set[Any]()  # the functions whose warnings the log has
         self._steps_in_time = _StepsInTime(rounds)
         self.is_at_end = self.all_left = False
 
@@ -121,10 +122,11 @@ class Progress:
             error = left_early(places, len(rounds.hosts), self._first, of, is_long=True)
             if error and may_work_alone(places) and same_s < _MAY_WORK_ALONE_S:
                 alone_s = f"{_MAY_WORK_ALONE_S:.0f} s"
-                self._warn(f"{error}\n  Otherwise all hosts end {alone_s} after they stood still.")
+                text = f"{error}\n  Otherwise all hosts end {alone_s} after they stood still."
+                self._warn(left_early, text)
                 error = None
             elif apart := stand_apart(places, len(rounds.hosts), self._first, rounds.timeout_s):
-                self._warn(apart)
+                self._warn(stand_apart, apart)
         if error == "":
             rounds.put_once(_OVER, True)
             rounds.delete(f"{_PLACES}/")
@@ -133,9 +135,9 @@ class Progress:
             return None
         return error or self._steps_in_time.error(places, same_s)
 
-    def _warn(self, problem: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn(self, finder: Callable[..., str | None], problem: str) -> None:
+        if finder not in self._warned:
+            self._warned.add(finder)
             logging.warning("grain_shard: %s", problem)
 
 

@@ -17,11 +17,7 @@ _clock_of = getattr(time, "pthread_getcpuclockid", None)
 # The most processor time that a still thread uses, in seconds and in parts of the time. XLA looks
 # a few times a second if a collective on its CPU devices is done.
 _MAY_RUN_S, _MAY_RUN_PART = 0.002, 0.001
-# The beginnings of the names of files that are not of the user's program: of this package, of other
-# installed packages, and of the standard library.
-_FOLDERS = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
-_FOLDERS.append(os.path.dirname(os.path.dirname(__file__)))
-_INSTALLED = ("<frozen", *(os.path.join(folder, "") for folder in _FOLDERS))
+_PACKAGE, _STDLIB = os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib")
 
 
 class Stillness:
@@ -63,7 +59,7 @@ class Stillness:
         if self._seconds() <= self._long_s:
             return ""
         frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
+        while frame is not None and _is_installed(frame.f_code.co_filename):
             frame = frame.f_back
         line = frame and f", {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         return (IN_SAVE if self._saves else IN_STEP) + (line or "")
@@ -81,3 +77,13 @@ class Stillness:
         if self._where is None or not (is_still or self._saves):
             self._where, self._ran_s, self._since = where, ran_s, now
         return now - self._since
+
+
+def _is_installed(file: str) -> bool:
+    """Returns True if a file is of this package, of an installed one, or of Python itself."""
+    folders = os.path.dirname(file).split(os.sep)
+    return (
+        file.startswith(("<frozen", os.path.join(_PACKAGE, ""), os.path.join(_STDLIB, "")))
+        or "site-packages" in folders
+        or "dist-packages" in folders
+    )

@@ -111,6 +111,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._passes = passes or Passes()
         # True while the iterator has not reached its end, and has gone to no other position.
         self._is_first_pass = True
+        self._mark = object()  # stands for this iterator in `passes`
         self._meter = Meter(mask_key=host.padding.mask_key)
         self._parts = Parts(host, placer, self._meter, device_buffer_size, reshard, across)
         with counted_by(self._meter):
@@ -132,6 +133,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._is_closed or self._at.is_broken or not self._at.run.is_started:
             self.start_prefetch()
         at = self._at
+        if self._passes.unused is not None and self._is_first_pass and at.run.stage.taken == 1:
+            self._passes.goes_on()
         try:
             batch, position, size = at.run.next(at.position, at.digest)
             self._meter.handed_out(size)
@@ -262,8 +265,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         self._is_first_pass = False
         self._open_anew(position, self._at.moves + 1, digest)
+        self._passes.used(self._mark)
         if position is not None:
-            self._passes.moved()
+            self._passes.unused = self._mark
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -354,7 +358,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._at.is_broken:
             self._reopen()
         at = self._at
-        self._passes.used()
+        self._passes.used(self._mark)
         try:
             at.run.start()
         except BaseException as error:

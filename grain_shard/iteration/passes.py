@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
 
+_OWN = ("grain_shard", "grain")
+
 
 class Passes:
-    """The uses of the iterators of one dataset, to warn when another iterator begins anew."""
+    """The uses of the iterators of one dataset, to warn when another iterator begins anew.
+
+    Attributes:
+        unused: Stands for an iterator that was restored to a state, or went to a step, and was not
+            used since; None without one.
+    """
 
     def __init__(self):
         # The numbers of batches that the last two iterators had handed out when they were dropped.
         self._dropped = deque[int](maxlen=2)
-        self._is_moved = False
+        self.unused: object | None = None
 
-    def moved(self) -> None:
-        """Notes that an iterator was restored to a state, or went to a step."""
-        self._is_moved = True
+    def used(self, iterator: object) -> None:
+        """Notes that an iterator is used.
 
-    def used(self) -> None:
-        """Notes that the latest iterator makes batches."""
-        self._is_moved = False
+        Args:
+            iterator: Stands for the iterator.
+        """
+        if self.unused is iterator:
+            self.unused = None
 
     def dropped(self, num_batches: int) -> None:
         """Notes that an iterator was dropped, which began at the first batch.
@@ -30,25 +39,31 @@ class Passes:
         """
         self._dropped.append(num_batches)
 
-    def begins_anew(self, stacklevel: int) -> None:
-        """Warns if another iterator that begins at the first batch is most likely a mistake.
-
-        Args:
-            stacklevel: The level of the user's line, for `warnings.warn` in the caller.
-        """
-        if self._is_moved:
-            what = (
-                "an iterator of this dataset was restored to a state, or went to a step, and was"
-                " not used. This iter(ds) begins at the first batch. To go on from the state, loop"
-                " over the iterator that was restored: `for batch in it`, not `for batch in ds`."
-            )
-        elif list(self._dropped) == [1, 1]:
-            what = (
+    def begins(self) -> None:
+        """Warns if another iterator begins, and the last two gave only one batch each."""
+        if list(self._dropped) == [1, 1]:
+            _warn(
                 "two iterators of this dataset gave only one batch each, and each iter(ds) begins"
                 " at the first batch again. Write `it = iter(ds)` once before the loop, and"
                 " `next(it)` in each step."
             )
-        else:
-            return
-        self._is_moved = False
-        warnings.warn(what, stacklevel=stacklevel + 1)
+
+    def goes_on(self) -> None:
+        """Warns that an iterator goes on to its second batch, in place of the unused one.
+
+        One batch is no reason to warn, because a program may look at it before the loop.
+        """
+        self.unused = None
+        _warn(
+            "an iterator of this dataset was restored to a state, or went to a step, and was not"
+            " used. This other iterator began at the first batch. To go on from the state, loop"
+            " over the iterator that was restored: `for batch in it`, not `for batch in ds`."
+        )
+
+
+def _warn(text: str) -> None:
+    """Gives a warning at the innermost line that is not in this package or in Grain."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level + 1)

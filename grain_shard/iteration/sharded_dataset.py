@@ -111,7 +111,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        self._passes.begins_anew(stacklevel=3)  # Grain wraps `__iter__` in one more function
+        self._passes.begins()
         iterator = ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
         if (why := self.host.why_unsaved()) and not self._is_warned:
             self._is_warned = True
@@ -146,9 +146,11 @@ class ShardedDataset(grain.IterDataset):
         the same: padding and mask, states, retries, and the comparison of hosts.
 
         Returns:
-            A dataset of trees of arrays ``[host_batch_size, ...]``. They have the rows of this
-            host's devices, in ascending order. Do not write to the arrays, which may share memory
-            with the source.
+            A dataset of trees of arrays ``[host_batch_size, ...]``, with the dtypes of the records.
+            They have the rows of this host's devices, in ascending order. Each row is whole, even
+            if a spec cuts it over hosts: then `jax.make_array_from_process_local_data` needs its
+            argument `global_shape`. Do not write to the arrays, which may share memory with the
+            source.
 
         Raises:
             ShardingError: ``read="once"`` moves rows from host to host on the devices.
@@ -167,9 +169,11 @@ class ShardedDataset(grain.IterDataset):
                 mesh_axes=self.shardings.mesh_axes,
                 remedy='pass read="needed" to .shard_to.',
             )
-        return ShardedDataset(
+        rows = ShardedDataset(
             self.parents[0], self.host, self.settings, self._records_per_batch, to_devices=False
         )
+        rows._passes = self._passes
+        return rows
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the keyword arguments of `ShardedIterator` for batches of this host.
@@ -199,7 +203,8 @@ class ShardedDataset(grain.IterDataset):
 
         Returns:
             The tree of a batch with `jax.ShapeDtypeStruct`s as leaves. A leaf of strings stays as
-            it is, with only this host's rows.
+            it is, with only this host's rows. For `host_rows` it is a host batch, without
+            shardings.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has no batch.
@@ -261,7 +266,7 @@ class ShardedDataset(grain.IterDataset):
 
     def _refuse_regrouping(self, method: str, instead: str) -> NoReturn:
         raise ShardingError(
-            f"{method} cannot follow .shard_to, whose batches are on the devices of all hosts.",
+            f"{method} cannot follow .shard_to, which ends the pipeline of all hosts.",
             mesh_axes=self.shardings.mesh_axes,
             remedy=f"{instead} before .shard_to. (Call a function of batches in the loop.)",
         )

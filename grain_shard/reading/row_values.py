@@ -139,15 +139,22 @@ def shown(value: np.ndarray | str | None) -> str:
 def shown_apart(one: np.ndarray | str | None, other: np.ndarray | str | None) -> tuple[str, str]:
     """Returns two values that differ as two texts that differ.
 
-    If their first numbers are the same, the texts are their dtypes and shapes, or the first numbers
-    that differ.
+    If their first values are the same, the texts are their dtypes and shapes, or the first values
+    that differ. Values that only have other bits, such as two NaNs, are shown as bytes.
     """
     texts = shown(one), shown(other)
     if texts[0] != texts[1] or not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
         return texts
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return describe_leaf(one), describe_leaf(other)
-    bits = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (one, other)]
-    first = int(np.flatnonzero((bits[0] != bits[1]).any(axis=1))[0])
+    pairs = zip(map(_bits, one.flat), map(_bits, other.flat), strict=True)
+    first = next(i for i, (a, b) in enumerate(pairs) if a != b)
     at = [int(i) for i in np.unravel_index(first, one.shape)]
-    return f"{one.flat[first]} at {at}", f"{other.flat[first]} at {at}"
+    values = [str(x.flat[first])[:_SHOWN] for x in (one, other)]
+    if values[0] == values[1]:
+        values = [repr(_bits(x.flat[first]))[:_SHOWN_WORDS] for x in (one, other)]
+    return f"{values[0]} at {at}", f"{values[1]} at {at}"
+
+
+def _bits(value: Any) -> Any:
+    return value.tobytes() if isinstance(value, np.generic) else value

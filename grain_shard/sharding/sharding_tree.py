@@ -81,6 +81,12 @@ class ShardingTree:
                 "a list of devices has no mesh axis along which rows could be split.",
                 remedy=f'pass jax.make_mesh(({len(given)},), ("data",), devices=devices).',
             )
+        if hasattr(getattr(mesh_or_sharding, "device_mesh", mesh_or_sharding), "backend_mesh"):
+            raise ShardingError(
+                f"{type(mesh_or_sharding).__name__} is of Keras, and not a mesh of JAX.",
+                remedy="pass keras.distribution.distribution().device_mesh.backend_mesh, the mesh"
+                " that Keras uses.",
+            )
         if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
