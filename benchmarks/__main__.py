@@ -74,8 +74,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"[{number}/{len(chosen)}] {group.name}", file=sys.stderr, flush=True)
             run = measure.Run(args.quick, Path(folder))
             measured.append((group, measure.results(group, run)))
+            # After each group, so that a run that is stopped keeps the groups before.
+            saved.write_json(measured, conditions, args.out / "results.json")
     report.print_tables(measured)
-    saved.write_json(measured, conditions, args.out / "results.json")
     print(f"written: {args.out / 'results.json'}")
     if chart.write_chart(measured, args.out / "results.png"):
         print(f"written: {args.out / 'results.png'}")
