@@ -66,15 +66,15 @@ KINDS = {
 
 
 def refusal(kind, source, **options):
-    """Returns the error in place of the second batch. Five runs do not all miss a race."""
-    for _ in range(5):
+    """Returns the error in place of the second batch. Ten runs do not all miss a race."""
+    for _ in range(10):
         with iter(KINDS[kind](source).shard_to(data_mesh(4), **options)) as batches:
             next(batches)
             try:
                 next(batches, None)
             except ShardingError as error:
                 return str(error)
-    return pytest.fail("not refused in five runs")
+    return pytest.fail("not refused in ten runs")
 
 
 @pytest.mark.parametrize("kind", KINDS)
