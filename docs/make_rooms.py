@@ -13,7 +13,7 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "digest", "spans", "host_arrays", "grain_inside", "public_names"],
+    ["errors", "digest", "spans", "callers", "host_arrays", "grain_inside", "public_names"],
     ["trees", "collectives", "state_json"],
     ["threads", "sharding", "sources"],
     ["reading", "hosts"],
@@ -33,6 +33,7 @@ WORDS = {
     "errors": "what can go wrong",
     "digest": "long values, shortened",
     "spans": "who is at work when",
+    "callers": "the user's line",
     "host_arrays": "aligned host memory",
     "public_names": "one list of names",
     "grain_inside": "Grain's private parts",

@@ -10,15 +10,13 @@ to look at a batch. The names for other datasets stay the same.
 from __future__ import annotations
 
 import collections
-import inspect
 import itertools
 import os
 from collections.abc import Sequence
 from typing import ClassVar
 
+from grain_shard.callers import user_frame
 from grain_shard.digest import digest
-
-_OWN = ("grain_shard", "grain")
 
 
 class Series:
@@ -60,7 +58,5 @@ def _caller() -> str:
 
     The result is a text such as ``train.py:40``. It is "?" if there is no such caller.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
-        frame = frame.f_back
+    frame, _ = user_frame()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"

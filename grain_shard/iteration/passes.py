@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import deque
 
-_OWN = ("grain_shard", "grain")
+from grain_shard.callers import user_frame
 
 
 class Passes:
@@ -63,7 +62,4 @@ class Passes:
 
 def _warn(text: str) -> None:
     """Gives a warning at the innermost line that is not in this package or in Grain."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level + 1)
+    warnings.warn(text, stacklevel=user_frame()[1])
