@@ -111,7 +111,9 @@ FOUND_BY = {
         *("Dataset", "pad sequences", "padding sequences", "variable length sequences"),
         *("variable length tokens", "bucketing by length"),
     ],
-    ("data", "## Arrays"): ["numpy arrays", "dict source"],
+    ("data", "## Arrays"): [
+        *("numpy arrays", "dict source", "bfloat16", "mixed precision", "normalize images"),
+    ],
     ("data", "## Parquet"): ["Parquet"],
     ("data", "## Hugging Face"): ["huggingface"],
     ("many_hosts", "# Many hosts"): [
@@ -122,8 +124,12 @@ FOUND_BY = {
         *("rehearse", "simulate hosts", "virtual devices", "CPU hosts", "localhost"),
         *("two processes", "start processes by hand"),
     ],
-    ("many_hosts", "## Launch"): ["TPU", "SLURM", "kubernetes", "coordinator_address"],
-    ("many_hosts", "## Preemption"): ["SIGTERM", "killed", "kill one host"],
+    ("many_hosts", "## Launch"): [
+        *("TPU", "SLURM", "kubernetes", "coordinator_address", "JAX_COORDINATOR_ADDRESS", "mpirun"),
+    ],
+    ("many_hosts", "## Preemption"): [
+        *("SIGTERM", "killed", "kill one host", "preemption", "asynchronous save"),
+    ],
     ("many_hosts", "## Several slices"): ["multi slice"],
     ("many_hosts", "## Errors on several hosts"): ["early stopping", "connection closed by peer"],
     ("faults", "## Retries"): ["retries"],

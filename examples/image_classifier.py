@@ -72,20 +72,20 @@ def eval_step(model, batch):
 def train(train_ds, test_ds, directory, told_to_stop):
     """Trains from the last checkpoint on. Returns two counts of test images: right, and all."""
     log = print if jax.process_index() == 0 else str
-    with ocp.CheckpointManager(directory) as checkpoints, train_ds.epochs(EPOCHS) as epochs:
+    with ocp.CheckpointManager(directory) as manager, train_ds.epochs(EPOCHS) as epochs:
         model, optimizer = create()
-        if step := checkpoints.latest_step() or 0:
+        if step := manager.latest_step() or 0:
             state = ocp.args.StandardRestore(nnx.state((model, optimizer)))
             items = ocp.args.Composite(state=state, data=CheckpointRestore(epochs))
-            nnx.update((model, optimizer), checkpoints.restore(step, args=items).state)
+            nnx.update((model, optimizer), manager.restore(step, args=items).state)
         for batches in epochs:  # each epoch has another order
             for batch in batches:
                 loss, step = train_step(model, optimizer, batch), step + 1
                 if stop := told_to_stop(step):
                     break
             state = ocp.args.StandardSave(nnx.state((model, optimizer)))
-            items = ocp.args.Composite(state=state, data=CheckpointSave(epochs))
-            checkpoints.save(step, args=items)
+            manager.save(step, args=ocp.args.Composite(state=state, data=CheckpointSave(epochs)))
+            manager.wait_until_finished()  # before told_to_stop asks JAX: docs/many_hosts.md
             log(f"step {step:3}: loss {loss:.4f}, saved{', told to stop' if stop else ''}")
             if stop:
                 return None
@@ -105,9 +105,9 @@ def check(train_ds, test_ds, directory):
     train(train_ds, test_ds, directory, lambda step: step == stop_at)
     right, images = train(train_ds, test_ds, directory, lambda step: False)
     trains, evals = (str(compiled).count(f"jit({step})") for step in ("train_step", "eval_step"))
-    with ocp.CheckpointManager(directory) as checkpoints, train_ds.epochs(EPOCHS) as epochs:
+    with ocp.CheckpointManager(directory) as manager, train_ds.epochs(EPOCHS) as epochs:
         whole = [jax.device_get(batch) for batches in epochs for batch in batches]
-        checkpoints.restore(stop_at, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
+        manager.restore(stop_at, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
         rest = [jax.device_get(batch) for batches in epochs for batch in batches]
     seen = np.concatenate([batch["index"][batch["valid_mask"]] for batch in whole[:stop_at] + rest])
     once = all(len(set(epoch)) == len(epoch) == 1497 for epoch in np.array_split(seen, EPOCHS))

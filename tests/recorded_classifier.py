@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+from jax.experimental import multihost_utils
 
 
 def main():
@@ -21,6 +22,7 @@ def main():
     )
     ours, sys.argv[1:] = parser.parse_known_args()
     losses, train_step = [], example.train_step
+    asked, reached_preemption_sync_point = [], multihost_utils.reached_preemption_sync_point
 
     def recorded_step(*args):
         losses.append(train_step(*args))
@@ -28,8 +30,15 @@ def main():
             os.kill(os.getpid(), signal.SIGTERM)
         return losses[-1]
 
+    def recorded_question(step):
+        asked.append(step)
+        return reached_preemption_sync_point(step)
+
+    multihost_utils.reached_preemption_sync_point = recorded_question
     example.EPOCHS, example.train_step = ours.epochs, recorded_step
     example.main()
+    # JAX takes the last number for the newest step: after a lower one, hosts stop at unlike steps.
+    assert asked == sorted(asked), asked
     if jax.process_index() == 0:
         file = Path(sys.argv[sys.argv.index("--checkpoint-dir") + 1], "losses.json")
         before = json.loads(file.read_text()) if file.exists() else []
