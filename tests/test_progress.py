@@ -7,8 +7,16 @@ import pytest
 
 from grain_shard.hosts import exits
 from grain_shard.hosts.own_data import OwnData
-from grain_shard.hosts.places import IN_SAVE, IN_STEP, Place, left_early, stand_apart
-from grain_shard.hosts.progress import Progress
+from grain_shard.hosts.places import (
+    IN_SAVE,
+    IN_STEP,
+    Place,
+    Places,
+    left_early,
+    left_in_last_step,
+    stand_apart,
+)
+from grain_shard.hosts.progress import LoopProgress
 from grain_shard.hosts.stillness import Stillness
 from tests.conftest import eventually
 from tests.on_hosts import KeyValues
@@ -16,7 +24,7 @@ from tests.on_hosts import KeyValues
 
 def test_a_loop_that_is_left_while_its_place_is_told_is_told_to_have_left():
     store = KeyValues()
-    hosts = [Progress(store.rounds(host, 2), first=0, total=None) for host in range(2)]
+    hosts = [LoopProgress(store.rounds(host, 2), first=0, total=None) for host in range(2)]
     put = hosts[1]._rounds.put
 
     def slow_put(topic, value):
@@ -60,7 +68,8 @@ def test_a_host_that_left_before_its_step_is_named_once_the_others_stand_still(
     places, is_long, error
 ):
     known = {host: place for host, place in enumerate(places) if place is not None}
-    found = left_early(known, len(places), 0, "", is_long=is_long)
+    seen = Places(known, len(places), same_s=300.0 * is_long)
+    found = left_early(seen) or left_in_last_step(seen)
     assert (found or "").startswith(error or "")
     assert (found is None) == (error is None)
 
@@ -79,7 +88,7 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
 ):
     monkeypatch.setattr(exits, "status", lambda: status)  # of the host that has left
     store = KeyValues()
-    hosts = [Progress(store.rounds(host, 2, timeout_s=timeout_s), 0, None) for host in range(2)]
+    hosts = [LoopProgress(store.rounds(host, 2, timeout_s=timeout_s), 0, None) for host in range(2)]
     for progress in hosts:
         progress.asks(6)
     hosts[0].leave(7, "break")
@@ -116,14 +125,14 @@ APART = (
 )
 def test_loops_that_stand_still_at_unlike_places_are_named(places, warning):
     known = {host: place for host, place in enumerate(places) if place is not None}
-    found = stand_apart(known, len(places), 0, 60.0)
+    found = stand_apart(Places(known, len(places), same_s=60.0))
     assert (found or "").startswith(warning or "")
     assert (found is None) == (warning is None)
 
 
 def test_the_first_host_logs_once_that_loops_stand_still_at_unlike_places(caplog):
     store = KeyValues()
-    hosts = [Progress(store.rounds(host, 2, timeout_s=0.0), 0, None) for host in range(2)]
+    hosts = [LoopProgress(store.rounds(host, 2, timeout_s=0.0), 0, None) for host in range(2)]
     for host, progress in enumerate(hosts):
         progress.asks(6 + host)
     for _ in range(3):

@@ -27,7 +27,7 @@ from grain_shard.hosts.blocked import end_if_blocked
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import listener_of
 from grain_shard.hosts.own_data import OwnData
-from grain_shard.hosts.progress import Progress
+from grain_shard.hosts.progress import LoopProgress
 from grain_shard.hosts.rounds import Rounds, runtime_client
 from grain_shard.hosts.stillness import Stillness
 from grain_shard.threads.background import Background
@@ -71,7 +71,7 @@ class Alarm:
     ):
         self.series: str = rounds.name
         self.others = [host for host in rounds.hosts if host != rounds.host]
-        self.progress: Progress = Progress(rounds, first, total)
+        self.progress: LoopProgress = LoopProgress(rounds, first, total)
         self._host, self._late = rounds.host, late
         self._stage: Background[Any] | AgreedEnd[Any] | None = stage
         self._failure: AgreementError | None = None

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from grain_shard.hosts.compare import hosts_text
+from grain_shard.hosts.places import Calls, Places
 
 # In each window of `_WINDOW_S` seconds the times of the first `_KEPT` calls are kept. So all hosts
 # keep the times of about the same batches.
@@ -30,6 +31,9 @@ _WINDOW_S, _KEPT = 4.0, 64
 # each step, the hosts begin each step anew, and the ratio is about 2. Without collectives the
 # delays of the steps add up, and the ratio is near 0 if there are many steps.
 _FEWEST, _ANEW = 24, 0.8
+# When a host has reached the end of the data, the others stand still if they take no batch for so
+# many seconds, and for so many steps.
+_ENDS_TOGETHER_S, _STEPS_TO_END = 5.0, 3.0
 
 
 class Evidence(NamedTuple):
@@ -54,7 +58,7 @@ class Asks:
     """The times at which the training loop of this host asked for its latest batches.
 
     Attributes:
-        latest: Pairs (number of the batch in the run, time in seconds since 1970).
+        latest: The latest calls, at most 64.
     """
 
     def __init__(self):
@@ -75,16 +79,14 @@ class Asks:
             self.latest.append((number, round(now, 5)))
 
 
-def step_s(host: Sequence[tuple[int, float]]) -> float:
+def step_s(host: Calls) -> float:
     """Returns the median time between two calls of a host, in seconds; 0 if there are none."""
     called = dict(host)
     steps = [t - called[n - 1] for n, t in host if n - 1 in called]
     return statistics.median(steps) if steps else 0.0
 
 
-def is_ahead(
-    host: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]], enough: Evidence = IN_RUN
-) -> bool:
+def is_ahead(host: Calls, other: Calls, enough: Evidence = IN_RUN) -> bool:
     """Returns True if a host is most likely one batch ahead of another host.
 
     Args:
@@ -112,9 +114,7 @@ def is_ahead(
     return near >= enough.near * len(later) and sum(s < 0 for s in later) >= enough.early
 
 
-def one_ahead(
-    asks: Mapping[int, Sequence[tuple[int, float]]], enough: Evidence = IN_RUN
-) -> tuple[list[int], list[int]]:
+def one_ahead(asks: Mapping[int, Calls], enough: Evidence = IN_RUN) -> tuple[list[int], list[int]]:
     """Compares the calls of each host with the calls of the first host.
 
     Args:
@@ -131,8 +131,31 @@ def one_ahead(
     return ahead, [first] if ahead else []
 
 
-def describe(ahead: Sequence[int], behind: Sequence[int]) -> str:
-    """Returns the text of a warning, or of an error, about hosts that are one batch ahead."""
+def ahead_in_run(places: Places) -> str | None:
+    """Returns a warning if hosts are most likely one batch ahead of others."""
+    ahead, behind = one_ahead(places.asks())
+    return _describe(ahead, behind) if ahead else None
+
+
+def ahead_at_end(places: Places) -> str | None:
+    """Returns an error if hosts at the end of the data are one batch ahead of the others.
+
+    The others then stand still in a step. The hosts at the end wait for nobody.
+    """
+    at_end = places.at_end
+    if not at_end or places.same_s <= _ENDS_TOGETHER_S:
+        return None
+    asks = places.asks()
+    if places.same_s <= _STEPS_TO_END * max(map(step_s, asks.values())):
+        return None
+    ahead, behind = one_ahead(asks, AT_END)
+    if not ahead or not at_end >= set(ahead) or at_end & set(behind):
+        return None
+    reached = f"{hosts_text(ahead)} reached the end of the data, and waits for nobody."
+    return f"{_describe(ahead, behind)}\n  {reached}"
+
+
+def _describe(ahead: Sequence[int], behind: Sequence[int]) -> str:
     is_are = "is" if len(ahead) == 1 else "are"
     return (
         f"{hosts_text(ahead)} {is_are} one batch ahead of {hosts_text(behind)}, by the times of"

@@ -24,7 +24,7 @@ from absl import logging
 
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import exits
-from grain_shard.hosts.progress import Progress
+from grain_shard.hosts.progress import LoopProgress
 from grain_shard.hosts.rounds import Store
 
 # Keys of the store: the messages for a host, by the numbers of host and message; and the topic
@@ -51,7 +51,7 @@ class Hears(Protocol):
     others: list[int]
     all_know: bool
     is_agreed: bool
-    progress: Progress
+    progress: LoopProgress
 
     def hear(self, text: str) -> None: ...
     def sound(self, error: BaseException) -> None: ...
