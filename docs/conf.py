@@ -154,6 +154,7 @@ FOUND_BY = {
         *("BackupAndRestore", "validation_steps", "model predict", "save_weights", "RandomFlip"),
         *("keras validation", "keras callback", "multi-host keras", "class_weight", "keras seed"),
         *("keras jax backend", "imbalanced classes", "batch norm", "keras data augmentation"),
+        *("ModelParallel", "keras ModelParallel", "keras model parallel"),
     ],
     ("streams", "# Streams that any number of hosts can continue"): [
         *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),

@@ -33,6 +33,7 @@ coming_from: webdataset, collate_fn, DistributedSampler, batch per host, Iterabl
 contract: padding, thread, lock, thread safe, batch size, global batch size, last batch
 contract: number of steps, reproducible, memory
 data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences, bucketing by length
+data: bfloat16, mixed precision
 evaluation: mask, evaluation, validation, validation set, loss divides by padding
 evaluation: validation during training, train and eval, train and eval together
 evaluation: interleave evaluation with training, eval set not divisible
@@ -42,7 +43,8 @@ faults: corrupt record
 api/grain_shard.shard_to: shard_to
 many_hosts: multi-host, multi host, two hosts, TPU, SLURM, simulate hosts, CPU hosts, several slices
 many_hosts: virtual devices, kill one host, SIGTERM, shared folder, jax.distributed.initialize
-many_hosts: rehearse, localhost, connection closed by peer
+many_hosts: rehearse, localhost, connection closed by peer, coordinator_address, mpirun
+many_hosts: JAX_COORDINATOR_ADDRESS, preemption
 microbatches: gradient accumulation
 mixtures: mixture
 monitoring: which host is slow
@@ -51,7 +53,7 @@ options: prefetch, set_mesh, PartitionSpec, remainder, divisible, drop last batc
 options: host_rows, numpy batches
 other_machines: workers, num_workers, worker crash, __main__ guard, spawn main guard
 recipes: Keras, fit, model.fit, steps_per_epoch, validation_data, set_random_seed, keras predict
-recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint
+recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint, keras ModelParallel
 saving: checkpoint, checkpoint orbax, orbax, resume, restart, resume training, state
 saving: restore on one host, restart on fewer hosts, CheckpointManager, dropout rng resume
 saving: restore model, different number of hosts, resume other number of hosts
