@@ -61,7 +61,7 @@ def numbered(num_records=22, width=3, dtype=np.float32):
 
 
 def shard(ds, mesh=None, spec=None, **options):
-    return iter(ds.shard_to(mesh or mesh_of(jax.devices()), spec, **{"timeout_s": 20, **options}))
+    return iter(ds.shard_to(mesh or mesh_of(jax.devices()), spec, **{"timeout_s": 60, **options}))
 
 
 def first_batch(iterator):
@@ -156,7 +156,7 @@ DIFFERENCES = {
         numbered().pipe(grain_shard.BatchSchedule({0: 16, 100: 64 if odd else 32}))
     ),
     "epochs": lambda odd, _: next(
-        numbered().batch(16).shard_to(mesh_of(jax.devices()), timeout_s=20).epochs(2 + odd)
+        numbered().batch(16).shard_to(mesh_of(jax.devices()), timeout_s=60).epochs(2 + odd)
     ),
     "weights": lambda odd, _: of_records(
         grain_shard.mix([numbered()] * 2, {0: [3, 1], **({10_000: [1, 1]} if odd else {})})
@@ -230,7 +230,7 @@ def case_random_above_the_source(host, _):
 def case_random_in_the_source(host, _):
     lines = logged()
     ds = grain.MapDataset.source(Files(range(4), lambda: np.random.bytes(4))).map(decode).batch(8)
-    ds, rows, states = ds.shard_to(mesh_of(jax.devices()), timeout_s=20), [], []
+    ds, rows, states = ds.shard_to(mesh_of(jax.devices()), timeout_s=60), [], []
     for _ in range(2):
         with iter(ds) as iterator:
             rows.append(own_ids(next(iterator)))
@@ -365,7 +365,7 @@ def case_some_hosts_only_and_then_all(host, _):
 def case_a_look_at_a_batch_on_one_host(host, _):
     """It cannot have the batch, which is of all hosts. The training is not disturbed by it."""
     evaluation = numbered(16).batch(8).shard_to(mesh_of(jax.devices()), timeout_s=2)
-    train = numbered(24).batch(8).shard_to(mesh_of(jax.devices()), timeout_s=20)
+    train = numbered(24).batch(8).shard_to(mesh_of(jax.devices()), timeout_s=60)
     batches = iter(train)
     look = None
     if host == ODD:

@@ -54,17 +54,17 @@ def mixture(weights):
 
 def case_mixture_on_the_mesh_in_use(_):
     with jax.set_mesh(data_mesh()):
-        return batches_of(mixture(WEIGHTS).shard_to(P("data"), timeout_s=20))
+        return batches_of(mixture(WEIGHTS).shard_to(P("data"), timeout_s=60))
 
 
 def case_mixture_with_other_weights_from_record_16_on(state):
     """Saved on the hosts of the run before, by weights that were to stay; None in the first run."""
     if state:
-        ds = mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=20)
+        ds = mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=60)
         with iter(ds) as iterator:
             iterator.set_state(state)
             return [own_parts(batch) for batch in iterator]
-    with iter(mixture({0: [3, 1]}).shard_to(data_mesh(), timeout_s=20)) as iterator:
+    with iter(mixture({0: [3, 1]}).shard_to(data_mesh(), timeout_s=60)) as iterator:
         next(iterator), next(iterator)
         return json.loads(json.dumps(iterator.get_state()))
 
@@ -77,7 +77,7 @@ def case_grains_loader_with_a_part_for_each_process(_):
         operations=[grain.transforms.Batch(8 // options.shard_count)],
         worker_count=0,
     )
-    ds = from_iterable(loader, rows="local").shard_to(data_mesh(), timeout_s=20)
+    ds = from_iterable(loader, rows="local").shard_to(data_mesh(), timeout_s=60)
     with iter(ds) as iterator:
         first = own_parts(next(iterator))
         state = json.loads(json.dumps(iterator.get_state()))
@@ -93,12 +93,12 @@ def whole_batches():
 
 def case_the_same_whole_batches(_):
     ds = from_iterable(whole_batches, rows="global")
-    return batches_of(ds.shard_to(data_mesh(), timeout_s=20))
+    return batches_of(ds.shard_to(data_mesh(), timeout_s=60))
 
 
 def case_the_same_rows_by_mistake(_):
     ds = from_iterable(whole_batches, rows="local")
-    return batches_of(ds.shard_to(data_mesh(), timeout_s=20))
+    return batches_of(ds.shard_to(data_mesh(), timeout_s=60))
 
 
 def case_prefetch_onto_several_hosts(_):
@@ -121,7 +121,7 @@ def case_prefetch_onto_several_hosts(_):
 def case_pad_value_of_random_access(_):
     """10 records: of the second batch the last hosts have nothing but padding."""
     records = grain.MapDataset.range(10).map(lambda i: {"id": np.int32(i)}).batch(8)
-    return batches_of(records.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=20))
+    return batches_of(records.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=60))
 
 
 def case_generators_that_end_at_different_times(_):
@@ -130,7 +130,7 @@ def case_generators_that_end_at_different_times(_):
     firsts = [100 * host + i * rows for i in range(1 + host)]
     own = ({"id": np.arange(first, first + rows, dtype=np.int32)} for first in firsts)
     return batches_of(
-        from_iterable(own, rows="local").shard_to(data_mesh(), pad_value=-1, timeout_s=20)
+        from_iterable(own, rows="local").shard_to(data_mesh(), pad_value=-1, timeout_s=60)
     )
 
 
@@ -143,7 +143,7 @@ def case_pad_value_of_feeds(_):
         return records.to_iter_dataset(IN_TURN).filter(lambda r: r["id"] % 10 < feed.shard_index)
 
     feeds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-    return batches_of(feeds.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=20))
+    return batches_of(feeds.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=60))
 
 
 SCHEDULE = {0: 12, 3: 32, 5: 20}
@@ -168,7 +168,7 @@ def mesh_with_models():
 def case_schedule(_):
     return {
         (of_mesh.__name__, read): batches_of(
-            scheduled(sizes).shard_to(of_mesh(), P("data"), read=read, timeout_s=20)
+            scheduled(sizes).shard_to(of_mesh(), P("data"), read=read, timeout_s=60)
         )
         for of_mesh in (data_mesh, mesh_with_models)
         for read, sizes in SIZES.items()
@@ -176,7 +176,7 @@ def case_schedule(_):
 
 
 def case_seek(_):
-    with iter(scheduled().shard_to(data_mesh(), timeout_s=20)) as iterator:
+    with iter(scheduled().shard_to(data_mesh(), timeout_s=60)) as iterator:
         iterator.seek(6)
         rest = [own_parts(batch) for batch in iterator]
         iterator.seek(record=133)
@@ -184,7 +184,7 @@ def case_seek(_):
 
 
 def case_epochs_of_which_one_is_left_early(_):
-    with records(50).batch(16).shard_to(data_mesh(), timeout_s=20).epochs(3) as epochs:
+    with records(50).batch(16).shard_to(data_mesh(), timeout_s=60).epochs(3) as epochs:
         seen = {}
         for batches in epochs:
             some = itertools.islice(batches, 1 if batches.epoch == 1 else None)

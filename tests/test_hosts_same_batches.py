@@ -153,7 +153,7 @@ def run_cases(cases):
 
 def run_case(case, devices):
     source, mesh = EncodedSource(case.num_records), case.mesh(devices)
-    sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=20, **case.options)
+    sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=60, **case.options)
     source.requests.clear()  # what was looked at when the pipeline was built
     batches, names, states = [], [], []
     with no_rereads(), iter(sharded) as iterator:

@@ -78,7 +78,7 @@ def own(num_records, mesh=None):
 
 def local(ds, mesh=None, **options):
     """An iterator over batches of 4 of a stream with the rows of this host."""
-    ds = ds.batch(4).shard_to(mesh or data_mesh(), rows="local", **{"timeout_s": 20, **options})
+    ds = ds.batch(4).shard_to(mesh or data_mesh(), rows="local", **{"timeout_s": 60, **options})
     return iter(ds)
 
 
@@ -114,12 +114,12 @@ def uneven(host, **options):
 
 def no_record(host, **options):
     """Host 1 filters out all."""
-    return local(own(22).filter(lambda record: host == 0), timeout_s=15, **options)
+    return local(own(22).filter(lambda record: host == 0), timeout_s=60, **options)
 
 
 def of_different_lengths(host):
     ds = numbered([40, 24][host]).batch(8)
-    return iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20))
+    return iter(ds.shard_to(data_mesh(), rows="global", timeout_s=60))
 
 
 def raising(host, at):
@@ -256,7 +256,7 @@ def numbers(feed, lengths=(30,) * 4):
 
 def feeds(make_feed, mesh=None, **options):
     ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-    return iter(ds.shard_to(mesh or data_mesh(), timeout_s=20, **options))
+    return iter(ds.shard_to(mesh or data_mesh(), timeout_s=60, **options))
 
 
 def of_lengths(lengths, **options):
