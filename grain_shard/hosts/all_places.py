@@ -23,7 +23,7 @@ from grain_shard.hosts.rounds import Rounds
 # The topics of the places of all hosts and of the times of their calls. The key exists once all
 # hosts have left at the same batch.
 PLACES, ASKS, OVER = "places", "asks", "over"
-# What the first host looks for, in this order. An error ends all hosts. A warning is logged once.
+# Functions that look for a problem, in this order. An error ends all hosts. A warning comes once.
 _ERRORS = (left_early, left_in_last_step, ahead_at_end)
 _WARNINGS = (may_work_alone, stand_apart, ahead_in_run)
 

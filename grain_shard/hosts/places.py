@@ -1,8 +1,8 @@
 """`Place`: how far the training loop of a host has come; finds hosts that hold up the others.
 
-Each host posts its place beside the loop. The first host sees the places of all hosts, and asks
-each function of this file what it finds in them. Hosts that all leave at the same batch have
-stopped early, which is no failure. They need not leave at the same time.
+Each host posts its place beside the loop. The first host calls the functions of this file with the
+places of all hosts (`all_places.py`). Hosts that all leave at the same batch have stopped early,
+which is no failure. They need not leave at the same time.
 """
 
 from __future__ import annotations
