@@ -71,7 +71,7 @@ FOUND_BY = {
     ("changing_runs", "## Epochs"): [
         *("epochs", "seeds", "shuffle", "shuffle seed", "shuffle without seed"),
         *("missing seed", "seed missing", "shuffle requires a seed"),
-        *("steps per epoch", "reshuffle each epoch", "current epoch"),
+        *("steps per epoch", "reshuffle each epoch", "current epoch", "order each epoch"),
     ],
     ("contract", "# The contract"): [
         *("number of steps", "reproducible", "deterministic", "recompiles", "recompilation"),
@@ -87,25 +87,43 @@ FOUND_BY = {
     ("examples/README", "# Examples"): [
         *("nnx", "partitioning", "model axis", "tensor parallel", "model parallel"),
         *("sharded parameters", "losses differ", "augmentation", "flax nnx"),
-        *("random crop", "random crop augmentation", "nnx.Optimizer checkpoint"),
+        *(
+            "random crop",
+            "random crop augmentation",
+            "nnx.Optimizer checkpoint",
+            "sharded over model axis",
+        ),
     ],
     ("evaluation", "# Evaluation with a mask"): [
         *("evaluation", "masks", "validation", "validation set", "exact evaluation"),
         *("validation during training", "train and eval together"),
-        *("interleave evaluation with training", "eval set not divisible"),
+        *("interleave evaluation with training", "eval set not divisible", "held-out evaluation"),
     ],
-    ("evaluation", "## Metrics"): ["loss divides by padding"],
+    ("evaluation", "## Metrics"): ["loss divides by padding", "pad tokens loss mask"],
     ("troubleshooting", "# Troubleshooting"): ["hang"],
     ("troubleshooting", "## An error of JAX or Python"): [
         *("OOM", "out of memory", "has no attribute", "incarnation", "explicit axes"),
-        *("explicit sharding", "ShardingTypeError"),
+        *(
+            "explicit sharding",
+            "ShardingTypeError",
+            "out sharding could not be resolved",
+            "Dtype is not a valid JAX array type",
+        ),
     ],
     ("troubleshooting", "## A pipeline or its data is refused"): [
         *("wrong batch size", "wrong spec", "max_length"),
     ],
     ("troubleshooting", "## It does not resume"): ["state was saved by another pipeline"],
-    ("coming_from", "## Grain alone"): ["batch per host"],
-    ("coming_from", "## PyTorch"): ["map-style dataset", "collate_fn", "DistributedSampler"],
+    ("coming_from", "## Grain alone"): [
+        "batch per host",
+        "batch size per host",
+        "per host batch size",
+    ],
+    ("coming_from", "## PyTorch"): [
+        *("map-style dataset", "collate_fn", "DistributedSampler", "random_map", "np.random"),
+        *("random augmentation", "augmentation random", "random_map augmentation"),
+        "np.random in __getitem__",
+    ],
     ("coming_from", "## An old loader, as it is"): ["WebDataset", "IterableDataset"],
     ("data", "# Data of every kind"): [
         *("Dataset", "pad sequences", "padding sequences", "variable length sequences"),
@@ -118,7 +136,7 @@ FOUND_BY = {
     ("data", "## Hugging Face"): ["huggingface"],
     ("many_hosts", "# Many hosts"): [
         *("multi-host", "multi host", "two hosts", "jax.distributed.initialize", "distributed"),
-        "shared folder",
+        *("shared folder", "several hosts"),
     ],
     ("many_hosts", "## Rehearse"): [
         *("rehearse", "simulate hosts", "virtual devices", "CPU hosts", "localhost"),
@@ -128,7 +146,14 @@ FOUND_BY = {
         *("TPU", "SLURM", "kubernetes", "coordinator_address", "JAX_COORDINATOR_ADDRESS", "mpirun"),
     ],
     ("many_hosts", "## Preemption"): [
-        *("SIGTERM", "killed", "kill one host", "preemption", "asynchronous save"),
+        *(
+            "SIGTERM",
+            "killed",
+            "kill one host",
+            "preemption",
+            "asynchronous save",
+            "killed host resume",
+        ),
     ],
     ("many_hosts", "## Several slices"): ["multi slice"],
     ("many_hosts", "## Errors on several hosts"): ["early stopping", "connection closed by peer"],
@@ -154,7 +179,15 @@ FOUND_BY = {
         *("BackupAndRestore", "validation_steps", "model predict", "save_weights", "RandomFlip"),
         *("keras validation", "keras callback", "multi-host keras", "class_weight", "keras seed"),
         *("keras jax backend", "imbalanced classes", "batch norm", "keras data augmentation"),
-        *("ModelParallel", "keras ModelParallel", "keras model parallel"),
+        *("ModelParallel", "keras ModelParallel", "keras model parallel", "auto_shard_dataset"),
+        *("'NoneType' object is not callable", "keras model.fit validation", "fit twice"),
+        *(
+            "'NoneType' object has no attribute 'device_mesh'",
+            "other weights",
+            "unable to lock file",
+        ),
+        *("structure of inputs doesn't match", "value is not the same on each process"),
+        *("spans non-addressable devices", "Fetching value for jax.Array that spans"),
     ],
     ("streams", "# Streams that any number of hosts can continue"): [
         *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-import grain_shard  # noqa: F401 (it gives datasets the method .shard_to)
+import grain_shard
 
 GLOBAL_BATCH_SIZE, EPOCHS = 128, 5  # the batch of all hosts together
 
@@ -81,7 +81,7 @@ def restore(model, ds, path):
 
     Raises:
         grain_shard.errors.StateError: The pipeline is not the one of the save.
-        SystemExit: Its batch size is not the same.
+        SystemExit: Its batch size, model or optimizer is not the same.
     """
     model.optimizer.build(model.trainable_variables)  # it has no variables before
     with iter(ds.shard_to(keras_mesh(), jax.P("batch"))) as batches:
@@ -89,10 +89,18 @@ def restore(model, ds, path):
         data = batches.get_state()
         if path.exists():
             saved = pickle.loads(path.read_bytes())
-            batches.set_state(saved["data"])
-            next(batches)  # compares the records with those of the save
+            try:
+                batches.set_state(saved["data"])
+                next(batches)  # compares the records with those of the save
+            except grain_shard.errors.StateError as error:
+                error.add_note(f"{path} is of a run with other data. For a new run, move it away.")
+                raise
             if saved["data"] != data:
-                sys.exit(f"{path} is of a run with another batch size")
+                old, new = saved["data"]["record"], data["record"]
+                sys.exit(f"{path} is of a run with batches of {old}, and not of {new}")
+            shapes = [variable.shape for variable in variables(model)]
+            if shapes != [value.shape for value in saved["values"]]:
+                sys.exit(f"{path} is of a run with another model or optimizer")
             for variable, value in zip(variables(model), saved["values"], strict=True):
                 variable.assign(value)
     return data

@@ -155,7 +155,9 @@ class TestWhereNoOtherSizeCanBeHad:
             with pytest.raises(StateError) as refusal:
                 batches.set_state(state)
             assert "records: saved 58, now 66" in str(refusal.value)
-            remedy = "If the data has changed on purpose, call batches.seek(2), which goes on at"
+            remedy = (
+                "If the data has changed on purpose, call batches.seek(2) in place of the restore."
+            )
             assert remedy in str(refusal.value)
             batches.seek(2)
             assert len(ids(batches)) == 7

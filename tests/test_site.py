@@ -28,23 +28,26 @@ SEARCHES = """
 benchmarks: benchmarks
 changing_runs: seed, epoch, shuffle, shuffle seed, shuffle without seed, steps per epoch
 changing_runs: change batch size, epoch order, reshuffle each epoch
-changing_runs: missing seed, shuffle requires a seed
+changing_runs: order each epoch, missing seed, shuffle requires a seed
 coming_from: webdataset, collate_fn, DistributedSampler, batch per host, IterableDataset
+coming_from: batch size per host, per host batch size, random_map, np.random in __getitem__
+coming_from: random_map augmentation, augmentation random
 contract: padding, thread, lock, thread safe, batch size, global batch size, last batch
 contract: number of steps, reproducible, memory
 data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences, bucketing by length
 data: bfloat16, mixed precision
 evaluation: mask, evaluation, validation, validation set, loss divides by padding
-evaluation: validation during training, train and eval, train and eval together
+evaluation: held-out evaluation, validation during training, train and eval, train and eval together
 evaluation: interleave evaluation with training, eval set not divisible
 examples/README: nnx, partitioning, model axis, model parallel, sharded parameters, losses differ
 examples/README: nnx.Optimizer checkpoint, random crop, random crop augmentation
+examples/README: sharded over model axis
 faults: corrupt record
 api/grain_shard.shard_to: shard_to
 many_hosts: multi-host, multi host, two hosts, TPU, SLURM, simulate hosts, CPU hosts, several slices
 many_hosts: virtual devices, kill one host, SIGTERM, shared folder, jax.distributed.initialize
 many_hosts: rehearse, localhost, connection closed by peer, coordinator_address, mpirun
-many_hosts: JAX_COORDINATOR_ADDRESS, preemption
+many_hosts: JAX_COORDINATOR_ADDRESS, preemption, several hosts, killed host resume
 microbatches: gradient accumulation
 mixtures: mixture
 monitoring: which host is slow
@@ -54,11 +57,14 @@ options: host_rows, numpy batches
 other_machines: workers, num_workers, worker crash, __main__ guard, spawn main guard
 recipes: Keras, fit, model.fit, steps_per_epoch, validation_data, set_random_seed, keras predict
 recipes: keras two hosts, keras augmentation, dropout, ModelCheckpoint, keras ModelParallel
+recipes: auto_shard_dataset, 'NoneType' object is not callable, structure of inputs doesn't match
+recipes: BackupAndRestore, not the same on each process, spans non-addressable
 saving: checkpoint, checkpoint orbax, orbax, resume, restart, resume training, state
 saving: restore on one host, restart on fewer hosts, CheckpointManager, dropout rng resume
 saving: restore model, different number of hosts, resume other number of hosts
 streams: packing, pack sequences, packed rows, packing documents, pack in advance
 troubleshooting: OOM, incarnation, hang, wrong batch size, explicit sharding, ShardingTypeError
+troubleshooting: out sharding could not be resolved, Dtype is not a valid JAX array type
 troubleshooting: wrong spec, state was saved by another pipeline
 """
 SEARCHES = [(page, words.split(", ")) for page, words in re.findall("(.+): (.+)", SEARCHES)]

@@ -253,8 +253,10 @@ class RandomAccess(HostBatches):
             if same or not all(key in state for key in keys):
                 self._require_counted_alike(state)
         current = {KIND: self.kind, **current}
+        step = shortened(state.get(self._STEP))
         go_on = (
-            f"call batches.seek({shortened(state.get(self._STEP))}), which goes on at that step."
+            f"call batches.seek({step}) in place of the restore. The run goes on at that step, but"
+            " records of that epoch may come twice, or not at all."
         )
         check_fingerprint(
             state, current, kind="a random-access pipeline", keys=keys, if_data_changed=go_on

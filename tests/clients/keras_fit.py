@@ -123,7 +123,12 @@ def check_script(check, rehearsed, folder):
         wanted = f"500 predictions, step {36 * epochs}"
         check(f"the script on {hosts}", done.exit_code == 0 and last == wanted, last)
     for name, pattern, replacement, refusal in (
-        ("batch_size.py", r"(?<=EPOCHS = )128", "64", "is of a run with another batch size"),
+        (
+            "batch_size.py",
+            r"(?<=EPOCHS = )128",
+            "64",
+            "is of a run with batches of 128, and not of 64",
+        ),
         ("seed.py", r"(?<=\.seed\()42", "7", "the state was saved by another pipeline: seeds"),
         ("data.py", r"(?<=default_rng\()0", "1", "the source has changed since the state was"),
     ):
