@@ -80,6 +80,7 @@ FOUND_BY = {
     ("contract", "## C2, C3, C6: padding and the mask"): [
         *("padding", "valid_mask", "batch size", "last batch"),
     ],
+    ("contract", "## C7: errors, not hangs"): ["hosts read different records at the same index"],
     ("contract", "## C8, C9, C10: threads, buffers and workers"): ["memory"],
     ("contract", "## C13: the same record for every reader"): [
         *("threads", "lock", "thread safe", "thread safety"),
@@ -99,8 +100,12 @@ FOUND_BY = {
         *("validation during training", "train and eval together"),
         *("interleave evaluation with training", "eval set not divisible", "held-out evaluation"),
     ],
+    ("evaluation", "## Hosts and iterators"): [
+        *("train test split", "validation split", "random split of dataset"),
+    ],
     ("evaluation", "## Metrics"): ["loss divides by padding", "pad tokens loss mask"],
     ("troubleshooting", "# Troubleshooting"): ["hang"],
+    ("troubleshooting", "## It hangs"): ["save only on process 0", "hang in save"],
     ("troubleshooting", "## An error of JAX or Python"): [
         *("OOM", "out of memory", "has no attribute", "incarnation", "explicit axes"),
         *(
@@ -153,6 +158,7 @@ FOUND_BY = {
             "preemption",
             "asynchronous save",
             "killed host resume",
+            "kill resume",
         ),
     ],
     ("many_hosts", "## Several slices"): ["multi slice"],
@@ -161,7 +167,16 @@ FOUND_BY = {
     ("faults", "# Reads that fail"): ["corrupt record"],
     ("microbatches", "# Microbatches"): ["microbatches", "gradient accumulation"],
     ("options", "# Options"): [
-        *("prefetch", "remainder", "drop last batch", "divisible", "timeout_s", "num_threads"),
+        *(
+            "prefetch",
+            "remainder",
+            "drop last batch",
+            "divisible",
+            "timeout_s",
+            "num_threads",
+            "axis not called data",
+            "model axis spec name",
+        ),
     ],
     ("options", "## The mesh in use"): ["set_mesh", "PartitionSpec"],
     ("options", "## The chain by hand"): ["host_rows", "numpy batches", "own device_put"],

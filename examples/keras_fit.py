@@ -3,7 +3,7 @@
 `pip install keras`, and run `python examples/keras_fit.py --checkpoint-dir /tmp/keras`. It saves
 after each epoch and every 20 steps. Stop it at any time and start it again, on any number of hosts:
 it goes on after the last save, and ends with the same weights, but for rounding if the number of
-hosts changes. With other data, another seed or another batch size it refuses to go on.
+hosts changes. With other data, another seed, batch size or model it refuses to go on.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import keras
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-import grain_shard
+import grain_shard  # noqa: F401 (it gives datasets the method .shard_to)
+from grain_shard.errors import StateError
 
 GLOBAL_BATCH_SIZE, EPOCHS = 128, 5  # the batch of all hosts together
 
@@ -48,7 +49,7 @@ class Save(keras.callbacks.Callback):
 
     Args:
         path: The file, which host 0 writes.
-        data: A state of the pipeline, by which a later run finds out if its pipeline is the same.
+        data: The result of `restore`, by which a later run finds out if its pipeline is the same.
         every: Number of steps between two saves within an epoch.
     """
 
@@ -76,28 +77,28 @@ def restore(model, ds, path):
     """Restores the last save, if there is one.
 
     Returns:
-        The state of the pipeline after its first batch. Each save gets this state: a later run
-        compares it with its own.
+        The state of the pipeline after its first batch, and its batch size. Each save gets both: a
+        later run compares them with its own.
 
     Raises:
         grain_shard.errors.StateError: The pipeline is not the one of the save.
-        SystemExit: Its batch size, model or optimizer is not the same.
+        SystemExit: Its batch size is not the same, or the variables of the model or its optimizer
+            have other shapes.
     """
     model.optimizer.build(model.trainable_variables)  # it has no variables before
     with iter(ds.shard_to(keras_mesh(), jax.P("batch"))) as batches:
-        next(batches)
-        data = batches.get_state()
+        size = int(next(batches)["valid_mask"].sum())
+        data = {"state": batches.get_state(), "batch size": size}
         if path.exists():
             saved = pickle.loads(path.read_bytes())
             try:
-                batches.set_state(saved["data"])
+                batches.set_state(saved["data"]["state"])
                 next(batches)  # compares the records with those of the save
-            except grain_shard.errors.StateError as error:
-                error.add_note(f"{path} is of a run with other data. For a new run, move it away.")
+            except StateError as error:
+                error.add_note(f"{path} is of another pipeline. For a new run, move it away.")
                 raise
-            if saved["data"] != data:
-                old, new = saved["data"]["record"], data["record"]
-                sys.exit(f"{path} is of a run with batches of {old}, and not of {new}")
+            if (old := saved["data"]["batch size"]) != size:
+                sys.exit(f"{path} is of a run with batches of {old}, and not of {size}")
             shapes = [variable.shape for variable in variables(model)]
             if shapes != [value.shape for value in saved["values"]]:
                 sys.exit(f"{path} is of a run with another model or optimizer")

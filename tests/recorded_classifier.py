@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -32,6 +33,9 @@ def main():
 
     def recorded_question(step):
         asked.append(step)
+        if threading.current_thread() is threading.main_thread():
+            saves = [thread for thread in threading.enumerate() if thread.name == "save_finalize"]
+            assert not saves, "a save that goes on will ask about its own step"
         return reached_preemption_sync_point(step)
 
     multihost_utils.reached_preemption_sync_point = recorded_question

@@ -15,17 +15,18 @@ from grain_shard.hosts.places import (
     all_left,
     left_early,
     left_in_last_step,
-    may_work_alone,
     stand_apart,
+    still_after_a_leave,
 )
 from grain_shard.hosts.rounds import Rounds
 
 # The topics of the places of all hosts and of the times of their calls. The key exists once all
 # hosts have left at the same batch.
 PLACES, ASKS, OVER = "places", "asks", "over"
-# Functions that look for a problem, in this order. An error ends all hosts. A warning comes once.
+# Functions that look for a problem, in this order. An error ends all hosts. If there is none, a
+# warning is logged, once.
 _ERRORS = (left_early, left_in_last_step, ahead_at_end)
-_WARNINGS = (may_work_alone, stand_apart, ahead_in_run)
+_WARNINGS = (still_after_a_leave, stand_apart, ahead_in_run)
 
 
 class AllPlaces:
@@ -61,7 +62,7 @@ class AllPlaces:
             total=self._total,
             timeout_s=rounds.timeout_s,
             same_s=time.monotonic() - self._same_since,
-            asks=functools.partial(rounds.get_all, ASKS),
+            asks=functools.cache(lambda: rounds.get_all(ASKS)),
         )
         if all_left(places):
             rounds.put_once(OVER, True)

@@ -124,6 +124,8 @@ def one_ahead(asks: Mapping[int, Calls], enough: Evidence = IN_RUN) -> tuple[lis
     Returns:
         The hosts that are one batch ahead, and the hosts that are one batch behind them.
     """
+    if not asks:
+        return [], []
     (first, of_first), *others = asks.items()
     if behind := [host for host, of_host in others if is_ahead(of_first, of_host, enough)]:
         return [first], behind
@@ -146,7 +148,7 @@ def ahead_at_end(places: Places) -> str | None:
     if not at_end or places.same_s <= _ENDS_TOGETHER_S:
         return None
     asks = places.asks()
-    if places.same_s <= _STEPS_TO_END * max(map(step_s, asks.values())):
+    if places.same_s <= _STEPS_TO_END * max(map(step_s, asks.values()), default=0.0):
         return None
     ahead, behind = one_ahead(asks, AT_END)
     if not ahead or not at_end >= set(ahead) or at_end & set(behind):

@@ -31,7 +31,10 @@ OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 # its digest: `NOW` for the records that the host reads, `SAVED` for the state that it has restored.
 # Hosts without digests are not compared.
 CONTENTS, NOW, SAVED = "contents", "now", "saved"
-_SORT = "sort the list of files (a set, glob and os.listdir have no fixed order), and"
+_SAME = (
+    "sort the list of files (a set, glob and os.listdir have no fixed order), give each random"
+    " order a seed,"
+)
 
 
 def compare(answers: Answers) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
     saved = next((contents[SAVED] for _, contents in found if contents.get(SAVED)), records)
     if lines := differences(now):
         error = "the hosts read different records at the same index of their source."
-        remedy = f"{_SORT} give every host the same files."
+        remedy = f"{_SAME} and give all hosts all records: slice by no jax.process_index()."
         return {"doubt": _message(error, lines, remedy), "of": "hosts"}
     if saved == records or not records:
         return {CONTENTS: "".join(records.values())} if records else {}
@@ -118,8 +121,8 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
     )
     lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
     remedy = (
-        f"{_SORT} restore with the files of the saved run. If the files were changed on purpose,"
-        " call batches.set_state(batches.get_state()) to go on at the same place."
+        f"{_SAME} and restore with the records of the saved run. If they were changed on purpose,"
+        " call batches.set_state(batches.get_state()) after this error, to go on at the same place."
     )
     return {"doubt": _message(error, lines, remedy), "of": "state"}
 

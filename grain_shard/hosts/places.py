@@ -116,8 +116,8 @@ def left_in_last_step(places: Places) -> str | None:
     return None if may_wait else _stand_still(places)
 
 
-def may_work_alone(places: Places) -> str | None:
-    """Returns a warning if `left_in_last_step` will be an error, unless the hosts work alone."""
+def still_after_a_leave(places: Places) -> str | None:
+    """Returns a warning if `left_in_last_step`, which is no error yet, will be one in time."""
     text = _stand_still(places)
     after = f"Otherwise all hosts end {_MAY_WORK_ALONE_S:.0f} s after they stood still."
     return text and f"{text}\n  {after}"

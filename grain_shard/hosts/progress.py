@@ -98,5 +98,5 @@ class LoopProgress:
             self.all_left = has_left and bool(rounds.wait(OVER, 1))
             return None
         found = self._all.look()
-        self.all_left = found == ""
+        self.all_left |= found == ""
         return found or None

@@ -92,7 +92,11 @@ class Contents(Task):
     def leave_out(self) -> None:
         """Stops the comparison of contents, because the source is random, and logs that."""
         self.digest, self.why_not = "", f"{self._node} returns other records at each read"
-        text = "grain_shard: the hosts cannot compare the records of their sources: %s."
+        text = (
+            "grain_shard: the hosts cannot compare the records of their sources: %s. A run that"
+            " starts again gets other records.\n"
+            "  remedy: make random changes in .random_map(f), with .seed(s) above it."
+        )
         logging.warning(text, self.why_not)
 
     @property

@@ -79,7 +79,7 @@ def shard_to(
             get 0.
         cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
             With `num_workers` there may be more: four for each worker, and one. So 8 workers have
-            up to 33 batches. All workers of feeds together have four, and one.
+            up to 33 batches. All workers of feeds together have at least four, and one.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
         num_threads: Number of threads that read at the same time, from a `MapDataset`, for a stream
