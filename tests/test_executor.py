@@ -21,7 +21,7 @@ import grain_shard
 from grain_shard import GrainShardError, Retries, ShardingError, rehearse
 from grain_shard.errors import BadRecordsError
 from grain_shard.iteration import executor_batches
-from tests.conftest import HANG_S, background_threads, data_mesh, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
 from tests.on_hosts import own_parts
 from tests.pipelines import KINDS, assert_same_batches
 
@@ -275,13 +275,17 @@ class TestALostWorker:
         ds = RECORDS.batch(4).repeat(8)
         client = sys.modules["distributed"].default_client()
         expected, found = list(ds.shard_to(mesh)), []
+
+        def pids():
+            return set(client.run(os.getpid, on_error="ignore").values())
+
         with iter(ds.shard_to(mesh, executor=dask)) as iterator:
             for number, batch in enumerate(iterator):
                 found.append(batch)
                 if number % 40 == 20:
-                    client.wait_for_workers(2)
-                    pids = client.run(os.getpid)
-                    os.kill(min(pids.values()), signal.SIGKILL)
+                    os.kill(killed := min(pids()), signal.SIGKILL)
+                    # Without any worker, Dask's tasks would wait for ever.
+                    eventually(lambda killed=killed: len(pids() - {killed}) == 2)
         assert_same_batches(found, expected)
 
 
