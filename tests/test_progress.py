@@ -39,6 +39,7 @@ def test_a_loop_that_is_left_while_its_place_is_told_is_told_to_have_left():
     hosts[1]._rounds.put = put
     hosts[0].leave(5, "break")
     assert [hosts[host].look(at_exit=True) for host in (1, 0, 1)] == [None, None, None]
+    assert hosts[0].look(at_exit=True) is None, "the places are deleted by then"
     assert [progress.all_left for progress in hosts] == [True, True]
 
 
