@@ -7,7 +7,7 @@ registered classes. A leaf is an array, a number or text. Anything else is refus
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -211,14 +211,14 @@ def is_text(leaf: Any) -> bool:
 
 
 def as_arrays(
-    paths: Sequence[str], leaves: Iterable[Any], name: str = "the leaf"
+    paths: Sequence[str], leaves: Iterable[Any], name: Callable[[], str] = lambda: "the leaf"
 ) -> list[np.ndarray]:
     """Returns the leaves as NumPy arrays, of numbers that JAX can hold or of text.
 
     Args:
         paths: The paths of the leaves, for messages.
         leaves: The leaves.
-        name: Name of a leaf in messages.
+        name: Returns the name of a leaf in messages.
 
     Raises:
         ShardingError: A leaf is no array, number or text. Or it is ragged, a masked array, of
@@ -233,22 +233,22 @@ def as_arrays(
             array = np.empty((), object)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
-            problem = f"{name} is a masked array, whose mask would be lost on the devices."
+            problem = f"{name()} is a masked array, whose mask would be lost on the devices."
             remedy = (
                 "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another"
                 " leaf."
             )
         elif array.dtype.kind == "O" and isinstance(leaf, jax.Array):
-            problem = f"{name} holds typed PRNG keys of JAX, which NumPy cannot hold."
+            problem = f"{name()} holds typed PRNG keys of JAX, which NumPy cannot hold."
             remedy = (
                 "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in"
                 " the training step, by jax.random.wrap_key_data."
             )
         elif array.dtype.kind == "O" and not is_text(array):
-            problem = f"{name} holds Python objects, such as None or rows of different lengths."
+            problem = f"{name()} holds Python objects, such as None or rows of different lengths."
             remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
         elif not (is_text(array) or is_numeric(array.dtype)):
-            problem = f"{name} has a dtype that JAX lacks: {array.dtype}."
+            problem = f"{name()} has a dtype that JAX lacks: {array.dtype}."
             remedy = _remedy_of(array.dtype)
             if not array.dtype.isnative:
                 remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'

@@ -55,11 +55,15 @@ ELSEWHERE = {
     "test_contract.py: test_concatenated_valid_rows_are_the_records_in_order": (
         "`experimental_distribute_dataset`",
         "`grain.DataLoader(source, sampler, operations)`",
+        "`jax.make_array_from_process_local_data`",
     ),
     "test_lifecycle.py: TestMemory": ("`prefetch(AUTOTUNE)`",),
     "test_workers.py: TestTheSameAsWithout": (
         "`num_workers=8`",
         "`.mp_prefetch(MultiprocessingOptions(8))`",
+    ),
+    "test_workers.py: test_the_same_processes_make_the_batches_of_all_epochs": (
+        "`persistent_workers=True`",
     ),
     "test_from_iterable.py: test_a_loaders_batches_are_padded_masked_and_placed": (
         "`for batch in loader`",

@@ -315,29 +315,29 @@ AT_FIRST_BATCH = {
         "leaf:   key<fry>[]   mesh: data=4",
         "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.",
     ),
-    "batch['leaf0']: record 1 holds float64[4], but other rows hold float64[3].": (
+    "batch['leaf0']: in record 1 of the dataset before .batch, the leaf is float64[4], but float64[3] in other rows.": (
         lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),
         "leaf:   float64[4]   mesh: data=4",
         "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
     ),
-    "batch['leaf0']: record 3 holds int64[], but other rows hold float32[].": (
+    "batch['leaf0']: in record 3 of the dataset before .batch, the leaf is int64[], but float32[] in other rows.": (
         lambda: dicts(lambda i: np.float32(i) if i < 3 else i).shard_to(data_mesh(4)),
         "leaf:   int64[]   mesh: data=4",
         "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
     ),
-    "batch['leaf0']: record 3 holds |S2[], but other rows hold <U1[].": (
+    "batch['leaf0']: in record 3 of the dataset before .batch, the leaf is |S2[], but <U1[] in other rows.": (
         lambda: dicts(lambda i: "a" if i < 3 else "é".encode()).shard_to(data_mesh(4)),
         "leaf:   |S2[]   mesh: data=4",
         "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
     ),
-    "batch['leaf0']: in record 3, the leaf holds Python objects, such as None or rows of different lengths.": (
+    "batch['leaf0']: in record 3 of the dataset before .batch, the leaf holds Python objects, such as None or rows of different lengths.": (
         lambda: dicts(lambda i: np.array(["a", b"b" if i == 3 else "b"], object)).shard_to(
             data_mesh(4)
         ),
         "leaf:   object[2]   mesh: data=4",
         "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
     ),
-    "batch['leaf0']: record 2 has another structure than record 0: only record 0 has batch['leaf0'].": (
+    "batch['leaf0']: two rows have different structures: batch['leaf0'] only in record 0 of the dataset before .batch.": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
         "mesh:   data=4",
         "return the same tree for every row from .map. A leaf that is None in one row must be None in all rows.",
@@ -379,7 +379,7 @@ AT_FIRST_BATCH = {
         "leaf:   >i4[]   mesh: data=4",
         'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).',
     ),
-    "batch['leaf0']: in record 2, the leaf is a masked array, whose mask would be lost on the devices.": (
+    "batch['leaf0']: in record 2 of the dataset before .batch, the leaf is a masked array, whose mask would be lost on the devices.": (
         lambda: dicts(lambda i: np.ma.array([1.5], mask=i == 2)[0]).shard_to(data_mesh(4)),
         "leaf:   float64[]   mesh: data=4",
         "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another leaf.",

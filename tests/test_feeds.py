@@ -435,10 +435,22 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
 @pytest.mark.parametrize(
     ("second", "problem"),
     [
-        ({"id": np.int64(0)}, "batch['id']: a row of feed 1 holds int64[], but other rows hold"),
-        ({"id": np.zeros(2, np.int32)}, "batch['id']: a row of feed 1 holds int32[2], but other"),
-        ({"other": np.int32(0)}, "a row of feed 1 has another structure than a row of feed 0"),
-        ({"id": None}, "batch['id']: a row of feed 1 has another structure than a row of feed 0"),
+        (
+            {"id": np.int64(0)},
+            "batch['id']: in a row of feed 1, the leaf is int64[], but int32[] in other rows",
+        ),
+        (
+            {"id": np.zeros(2, np.int32)},
+            "batch['id']: in a row of feed 1, the leaf is int32[2], but int32[] in other rows",
+        ),
+        (
+            {"other": np.int32(0)},
+            "batch['other'] only in a row of feed 1; batch['id'] only in a row of feed 0",
+        ),
+        (
+            {"id": None},
+            "batch['id']: two rows have different structures: batch['id'] only in a row of feed 0",
+        ),
     ],
 )
 @pytest.mark.parametrize("rows_before", [0, 2])

@@ -91,8 +91,8 @@ def test_none_and_text_come_out_of_worker_processes_too(pipeline):
 
 
 DIFFERING = {
-    "random access": "batch['x']: record 5 has another structure than record 0: only record 5 has",
-    "feeds": "batch['x']: a row of feed 1 has another structure than a row of feed 0: only a row",
+    "random access": "batch['x']: two rows have different structures: batch['x'] only in record 5",
+    "feeds": "batch['x']: two rows have different structures: batch['x'] only in a row of feed",
     "stream": "batch['x']: the batch has another tree structure than the first batch",
 }
 

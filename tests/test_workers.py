@@ -144,7 +144,8 @@ class TestErrors:
         with pytest.raises(ShardingError) as caught:
             list(ds.shard_to(data_mesh(2), num_workers=1))
         assert str(caught.value).splitlines()[:2] == [
-            "batch['x']: record 1 holds float64[4], but other rows hold float64[3].",
+            "batch['x']: in record 1 of the dataset before .batch, the leaf is float64[4], but"
+            " float64[3] in other rows.",
             "  leaf:   float64[4]   mesh: data=2",
         ]
 
@@ -152,6 +153,11 @@ class TestErrors:
 @slow
 @pytest.mark.spawn
 class TestLife:
+    def test_the_same_processes_make_the_batches_of_all_epochs(self):
+        ds = grain.MapDataset.range(8).map(lambda i: {"id": i}).batch(4)
+        epochs = ds.shard_to(data_mesh(2), num_workers=1).epochs(3)
+        assert [len(at_work) for at_work in {(*children(),) for e in epochs for _ in e}] == [1]
+
     def test_breaking_early_leaves_no_process_and_no_thread(self):
         ds = numbered(400, 8).shard_to(data_mesh(2), num_workers=2)
         for batch in ds:

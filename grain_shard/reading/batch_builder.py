@@ -20,7 +20,6 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import FaultCounts, Faults
-from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
@@ -222,7 +221,6 @@ class BatchBuilder:
 
     def _name(self, record: int, among: int) -> str:
         """Returns a name for messages: of one record, or of `among` records from `record` on."""
-        above = "the dataset before .batch"
-        if among > 1:
-            return f"one of the records {record} to {record + among - 1} of {above}"
-        return record_name(record, above, Origin.of(self.template.records, record))
+        if among == 1:
+            return self.template.name(record)
+        return f"one of the records {record} to {record + among - 1} of the dataset before .batch"

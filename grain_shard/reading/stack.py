@@ -17,6 +17,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
+from grain_shard.reading.origin import Origin, record_name
 from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
@@ -38,7 +39,7 @@ class RowStacker:
 
     Args:
         row: The row with which all rows are compared.
-        name: Name of a row in messages; ``{}`` in it is replaced by the row's origin.
+        name: Returns the name of a row in messages. It takes the row's origin.
         origin: The origin of `row`: the number of its record or of its feed.
 
     Attributes:
@@ -49,16 +50,15 @@ class RowStacker:
         ShardingError: A leaf of `row` cannot be stacked, such as a list of numbers.
     """
 
-    def __init__(self, row: Any, name: str, origin: Any):
+    def __init__(self, row: Any, name: Callable[[Any], str], origin: Any):
         paths, leaves, structure = flatten(row)
         self.paths: list[str] = paths
         self.structure: Any = structure
-        self.name: str = name
-        self._first = name.format(origin)
+        self._name, self._first = name, origin
         check_lists(row)
         if not leaves:
             raise ShardingError(
-                f"{self._first} holds no array and no number, so its batch would be empty.",
+                f"no array and no number is in {name(origin)}, so its batch would be empty.",
                 remedy="return a dict of arrays and numbers for each record from .map.",
             )
         # Copies, because a row may be a view, which would keep a much larger array in memory.
@@ -98,8 +98,7 @@ class RowStacker:
             ShardingError: A row has another structure, shape or dtype.
         """
         stop = start + len(rows)
-        if isinstance(rows, ArrayRows) and not any(self._is_text):
-            self._check_columns(rows.columns)
+        if isinstance(rows, ArrayRows) and not any(self._is_text) and self._fits(rows.columns):
             for i, array in enumerate(arrays):
                 rows.gather(i, array[start:stop])
             return
@@ -165,47 +164,44 @@ class RowStacker:
         if fits:
             return
         for value, origin in zip(column, origins, strict=True):
-            name = self.name.format(origin)
-            (array,) = as_arrays([self.paths[i]], [value], f"in {name}, the leaf")
+            leaf = functools.partial(self._leaf_name, origin)
+            (array,) = as_arrays([self.paths[i]], [value], leaf)
             # The dtype of text has a width, which may differ between rows.
             same_text = is_text(array) and _is_bytes(array) == _is_bytes(like)
             same_dtype = same_text if text else array.dtype == like.dtype
             if array.shape != like.shape or not same_dtype:
+                others = f"{like.dtype}[{', '.join(map(str, like.shape))}]"
                 raise ShardingError(
-                    f"{name} holds {describe_leaf(array)}, but other rows hold"
-                    f" {like.dtype}[{', '.join(map(str, like.shape))}].",
+                    f"{leaf()} is {describe_leaf(array)}, but {others} in other rows.",
                     path=self.paths[i],
                     leaf=describe_leaf(array),
                     remedy="pad or cast the leaf in .map before .batch, so that all rows have one"
                     " shape and dtype. In feeds, texts of different lengths can be packed.",
                 )
 
-    def _check_columns(self, columns: Iterable[Columns]) -> None:
-        """Checks the arrays of sources from which rows are gathered into a batch.
+    def _leaf_name(self, origin: Any) -> str:
+        return f"in {self._name(origin)}, the leaf"
+
+    def _fits(self, columns: Iterable[Columns]) -> bool:
+        """Returns True if the arrays of all sources have the structure, shapes and dtypes of rows.
 
         Args:
             columns: The arrays of each source; each row of them becomes a row of the batch.
-
-        Raises:
-            ShardingError: The rows of a source have another structure, shape or dtype.
         """
-        for arrays, structure in columns:
-            same = [(array.shape[1:], array.dtype) for array in arrays] == self._kinds
-            if not same or structure != self.structure:
-                rows = ArrayRows.of(Columns(arrays, structure), np.arange(1))
-                origins = ["0 of another array source"]
-                leaves = self._leaves_of(rows, origins)
-                for i, leaf in enumerate(leaves):
-                    self._check(i, [leaf], origins)
+        return all(
+            structure == self.structure
+            and [(array.shape[1:], array.dtype) for array in arrays] == self._kinds
+            for arrays, structure in columns
+        )
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
-        name, found = self.name.format(origin), flatten(row)[0]
-        only = {name: set(found) - set(self.paths), self._first: set(self.paths) - set(found)}
-        sides = [f"only {side} has {', '.join(sorted(has))}" for side, has in only.items() if has]
+        found, first = set(flatten(row)[0]), set(self.paths)
+        only = {self._name(origin): found - first, self._name(self._first): first - found}
+        sides = [f"{', '.join(sorted(has))} only in {side}" for side, has in only.items() if has]
+        differ = f"the types of containers differ in {' and in '.join(only)}"
         raise ShardingError(
-            f"{name} has another structure than {self._first}:"
-            f" {'; '.join(sides) or 'the types of their containers differ'}.",
-            path=min(set().union(*only.values()), default=None),
+            f"two rows have different structures: {'; '.join(sides) or differ}.",
+            path=min(found ^ first, default=None),
             remedy="return the same tree for every row from .map. A leaf that is None in one row"
             " must be None in all rows.",
         )
@@ -251,9 +247,13 @@ class RowTemplate:
             with self._learning:
                 if self._stacker is None:
                     row, record = known() if known else self._first(faults)
-                    stacker = RowStacker(row, "record {}", record)
+                    stacker = RowStacker(row, self.name, record)
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker
+
+    def name(self, record: int) -> str:
+        """Returns the name of a record in messages, with its place in the source if it is known."""
+        return record_name(record, "the dataset before .batch", Origin.of(self.records, record))
 
     def _first(self, faults: Faults) -> KnownRow:
         """Returns the row of the first readable record, and the index of the record.

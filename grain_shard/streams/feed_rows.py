@@ -273,4 +273,4 @@ def _stacker(turn: Turn) -> RowStacker:
     Raises:
         ShardingError: The row cannot be stacked.
     """
-    return RowStacker(turn.rows[0], "a row of feed {}", turn.number)
+    return RowStacker(turn.rows[0], "a row of feed {}".format, turn.number)
