@@ -1,16 +1,20 @@
 """The life of the whole chain: C8 (a clean life) and C9 (bounded memory)."""
 
 import gc
+import re
 import signal
 import threading
 import weakref
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
 
 import grain
 import jax
 import numpy as np
 import pytest
 
-from grain_shard import DevicePut, ShardingTree
+from grain_shard import DevicePut, GrainShardError, ShardingTree
+from grain_shard.iteration import long_wait
 from grain_shard.threads import closing, results
 from tests.conftest import (
     HANG_S,
@@ -122,6 +126,62 @@ class TestEnd:
         assert_ended(threads)
         gc.collect()
         assert kept() is None, "the functions of the pipeline are freed, too"
+
+
+class TestALongWait:
+    @pytest.fixture
+    def logged(self, monkeypatch):
+        """Lines of the log. After each of them `then` is called, in the thread of the loop."""
+        logged = SimpleNamespace(lines=[], then=lambda: None)
+
+        def log(level, text, seconds, *args):
+            logged.lines.append(text % args)
+            logged.then()
+
+        monkeypatch.setattr(long_wait, "_LONG_S", 0.0)
+        monkeypatch.setattr(long_wait.logging, "log_every_n_seconds", log)
+        return logged
+
+    def test_the_log_has_the_line_at_which_a_thread_is(self, mesh, kind, logged):
+        def decode(i):
+            if i == 9:
+                assert go_on.wait(HANG_S)
+            return number(i)
+
+        go_on = threading.Event()
+        logged.then = go_on.set
+        assert len(list(kind(decode=decode).shard_to(mesh, num_threads=1))) == 10
+        text = r"has waited 1 s for its next batch. Other threads .* at test_lifecycle.py:\d+\."
+        assert re.search(text, logged.lines[0])
+
+    def test_it_is_logged_too_while_the_loop_waits_for_the_contents_of_the_source(
+        self, mesh, logged
+    ):
+        class Source(list):
+            def __getitem__(self, i):
+                if i == 40:  # the middle record, which is read beside the first batch
+                    assert go_on.wait(HANG_S)
+                return number(i)
+
+        go_on = threading.Event()
+        logged.then = go_on.set
+        ds = grain.MapDataset.source(Source(range(80))).batch(8).shard_to(mesh)
+        assert ids([next(iter(ds))]) == [list(range(8))]
+        assert "Other threads are in your program at test_lifecycle.py:" in logged.lines[0]
+
+    def test_without_such_a_thread_it_names_the_workers(self, mesh, logged):
+        class NoWorkers(Executor):
+            def submit(self, task, *args):
+                if logged.lines:
+                    raise OSError("no worker")
+                tasks.append(Future())
+                return tasks[-1]
+
+        tasks = []
+        logged.then = lambda: [tasks.pop().cancel() for _ in list(tasks)]
+        with pytest.raises(GrainShardError, match="accepts no task: OSError: no worker"):
+            next(iter(numbered(80, 8).shard_to(mesh, executor=NoWorkers())))
+        assert "Check that the workers of num_workers or of the executor run." in logged.lines[0]
 
 
 class Unclosable(Made):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator
 
+from grain_shard.callers import program_line
 from grain_shard.hosts.places import IN_SAVE, IN_STEP
 
 # Returns the clock of the processor time of a thread. macOS has none, and no loop is still there.
@@ -17,7 +16,6 @@ _clock_of = getattr(time, "pthread_getcpuclockid", None)
 # The most processor time that a still thread uses, in seconds and in parts of the time. XLA looks
 # a few times a second if a collective on its CPU devices is done.
 _MAY_RUN_S, _MAY_RUN_PART = 0.002, 0.001
-_PACKAGE, _STDLIB = os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib")
 
 
 class Stillness:
@@ -58,11 +56,8 @@ class Stillness:
         """
         if self._seconds() <= self._long_s:
             return ""
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and _is_installed(frame.f_code.co_filename):
-            frame = frame.f_back
-        line = frame and f", {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        return (IN_SAVE if self._saves else IN_STEP) + (line or "")
+        line = program_line(sys._current_frames().get(self._thread))
+        return (IN_SAVE if self._saves else IN_STEP) + (line and f", {line}")
 
     def _seconds(self) -> float:
         """Returns the seconds for which the thread has stood still, as calls of this method saw."""
@@ -77,13 +72,3 @@ class Stillness:
         if self._where is None or not (is_still or self._saves):
             self._where, self._ran_s, self._since = where, ran_s, now
         return now - self._since
-
-
-def _is_installed(file: str) -> bool:
-    """Returns True if a file is of this package, of an installed one, or of Python itself."""
-    folders = os.path.dirname(file).split(os.sep)
-    return (
-        file.startswith(("<frozen", os.path.join(_PACKAGE, ""), os.path.join(_STDLIB, "")))
-        or "site-packages" in folders
-        or "dist-packages" in folders
-    )

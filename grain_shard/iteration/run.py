@@ -13,6 +13,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.together import AcrossHosts, Together
 from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.long_wait import log_long_wait
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
@@ -74,7 +75,11 @@ class Run:
         place = Placing(parts.placer, meter, self.begins_at, keeps_last=host.ends_by_vote)
         compared = ComparedBatches(opened.batches, opened.rereads, host.contents, faults)
         self._placed: Background[Placed] = in_background(
-            place, compared, buffer_size=parts.device_buffer_size, name="grain-shard-device"
+            place,
+            compared,
+            buffer_size=parts.device_buffer_size,
+            name="grain-shard-device",
+            on_wait=log_long_wait,
         )
         self.stage: Background[Placed] | AgreedEnd[Placed] = self._placed
         if host.ends_by_vote:
@@ -160,7 +165,7 @@ class Run:
         """
         host, placer = self._parts.host, self._parts.placer
         contents = host.contents
-        self._batches.wait_for(lambda: contents.is_read)
+        self._batches.wait_for(lambda: contents.is_read, on_wait=log_long_wait)
         by_record = {
             NOW: contents.by_record(contents.digest),
             SAVED: contents.by_record(digest),

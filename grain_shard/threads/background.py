@@ -33,6 +33,8 @@ class Background(Producer[T]):
         name: Thread name prefix.
         num_threads: Number of threads that work side by side. Unused with `pace`.
         pace: Decides the number of threads, from the times of the tasks; None to keep the number.
+        on_wait: Called about once a second during a wait for the next result, with the seconds that
+            the wait has lasted; None for no call.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Background(Producer[T]):
         name: str,
         num_threads: int = 1,
         pace: ReadPace | None = None,
+        on_wait: Callable[[float], None] | None = None,
     ):
         self._results = results = tasks.results
+        self._on_wait = on_wait
         self._crew = Crew(
             tasks, name=name, progress=results.progress, num_threads=num_threads, pace=pace
         )
@@ -69,15 +73,21 @@ class Background(Producer[T]):
         self._crew.start()
 
     def __next__(self) -> T:
-        if not self._crew.wait_for(self._results.has_next, bell=self._results.came):
+        results = self._results
+        if not self._crew.wait_for(results.has_next, bell=results.came, on_wait=self._on_wait):
             raise StopIteration
-        return self._results.take()
+        return results.take()
 
     def known(self) -> Known:
         """Returns the number of results that are ready, and the error or end that follows them."""
         return self._results.known()
 
-    def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
+    def wait_for(
+        self,
+        has_come: Callable[[], bool],
+        wait_s: float = math.inf,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> bool | None:
         """Waits for an event that is not the next result. Any thread may call this.
 
         Args:
@@ -85,6 +95,8 @@ class Background(Producer[T]):
                 is done, a result is ready or the threads end, and after `wake`. It must take no
                 lock of another `Background`.
             wait_s: The longest wait, in seconds.
+            on_wait: Called about once a second during the wait, with the seconds that the wait has
+                lasted; None for no call.
 
         Returns:
             True if the event has happened; False if the threads were stopped; None after `wait_s`.
@@ -95,7 +107,7 @@ class Background(Producer[T]):
             ForkedError: This is a forked process, in which the threads do not run.
         """
         # An error does not end the wait at once: an unfinished task may still cause the event.
-        came = self._crew.wait_for(lambda: has_come() or self._has_ended, wait_s)
+        came = self._crew.wait_for(lambda: has_come() or self._has_ended, wait_s, on_wait=on_wait)
         if came and not has_come():
             cast(Raised, self._results.final).throw()
         return came
@@ -135,6 +147,7 @@ def in_background(
     buffer_size: int,
     num_threads: int = 1,
     name: str,
+    on_wait: Callable[[float], None] | None = None,
 ) -> Background[T]:
     """Applies a function to the items of a producer, in background threads, and keeps their order.
 
@@ -146,10 +159,11 @@ def in_background(
         buffer_size: Most results that wait or are unfinished.
         num_threads: Number of threads that work side by side.
         name: Thread name prefix.
+        on_wait: An argument of `Background`.
     """
     threads = min(num_threads, buffer_size)
     tasks = _Mapped(work, source, buffer_size, lingers=threads <= buffer_size // 2)
-    return Background(tasks, name=name, num_threads=threads)
+    return Background(tasks, name=name, num_threads=threads, on_wait=on_wait)
 
 
 class _Mapped(ResultTasks[T], Generic[S, T]):

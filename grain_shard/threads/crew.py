@@ -149,7 +149,12 @@ class Crew:
         return not self._running
 
     def wait_for(
-        self, has_come: Callable[[], bool], wait_s: float = math.inf, bell: Bell | None = None
+        self,
+        has_come: Callable[[], bool],
+        wait_s: float = math.inf,
+        *,
+        bell: Bell | None = None,
+        on_wait: Callable[[float], None] | None = None,
     ) -> bool | None:
         """Starts the threads, and waits for an event. Any thread may call this.
 
@@ -157,6 +162,8 @@ class Crew:
             has_come: Returns True once the event has happened. It must take no lock of a crew.
             wait_s: The longest wait, in seconds.
             bell: Rung when the event may have happened; None for the crew's `progress`.
+            on_wait: Called about once a second during the wait, with the seconds that the wait has
+                lasted; None for no call.
 
         Returns:
             True if the event has happened; False if the crew was stopped; None after `wait_s`.
@@ -167,13 +174,13 @@ class Crew:
         """
         if self._to_start:
             self.start()
-        bell, until = bell or self._progress, time.monotonic() + wait_s
+        bell, began = bell or self._progress, time.monotonic()
         while not has_come():
             if self.is_stopped:
                 return False
             if self.failure is not None:
                 self.failure.throw()
-            if (left_s := until - time.monotonic()) <= 0:
+            if (left_s := began + wait_s - time.monotonic()) <= 0:
                 return None
             if self._pace is not None:
                 self._pace.consumer_waits(time.perf_counter())
@@ -190,6 +197,8 @@ class Crew:
                     "  remedy: call iter(ds) after the fork, in the process that loops over the"
                     " batches."
                 )
+            if not come and on_wait is not None:
+                on_wait(time.monotonic() - began)
         return True
 
     def stop(self) -> None:
