@@ -76,6 +76,8 @@ class Save(keras.callbacks.Callback):
 def restore(model, ds, path):
     """Restores the last save, if there is one.
 
+    The position in the data is the number of steps, which is a variable of the optimizer.
+
     Returns:
         The state of the pipeline after its first batch, and its batch size. Each save gets both: a
         later run compares them with its own.
@@ -113,6 +115,8 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
     Each dataset is a `grain.MapDataset` and ends in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`.
     An epoch is a pass of `ds`. All hosts must see the folder.
     """
+    if len(ds) > 2**32:
+        sys.exit("the dataset ends in .repeat: leave it out, because an epoch is a pass of it")
     path = folder / "run.pickle"
     save = Save(path, restore(model, ds.repeat(), path), save_every)
 
