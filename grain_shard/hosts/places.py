@@ -17,6 +17,7 @@ from grain_shard.hosts.compare import hosts_text
 Calls = Sequence[tuple[int, float]]
 # The most likely places of a loop that has stood still for long.
 IN_STEP, IN_SAVE = "most likely in the step of that batch", "in a save"
+_AT_END = "at the end of the data"
 # After a clean end of one host, another host may work on alone, as to export a model, for so many
 # seconds. In plain JAX, the exit of a process waits 300 seconds for the other processes.
 _MAY_WORK_ALONE_S = 240.0
@@ -124,10 +125,10 @@ def still_after_a_leave(places: Places) -> str | None:
 
 
 def stand_apart(places: Places) -> str | None:
-    """Returns a warning if all loops stand still, and not all at the same batch and line.
+    """Returns a warning if loops stand still, and not all loops at the same batch and line.
 
     A host that saves, or runs a step, which the other hosts leave out, waits for them. The other
-    hosts wait for this host in their next step.
+    hosts wait for this host in their next step, or wherever they read a loss after the last batch.
 
     Example:
         >>> still = {0: Place(6, None, f"{IN_STEP}, train.py:9"), 1: Place(7, None, IN_STEP)}
@@ -136,16 +137,17 @@ def stand_apart(places: Places) -> str | None:
     """
     still: dict[tuple[int, str], list[int]] = {}
     for host, place in places.of.items():
-        if place.left is None and place.still:
-            still.setdefault((place.batches, place.still), []).append(host)
+        where = place.still if place.left is None else _AT_END if place.left == "" else ""
+        if where and not place.has_ended:
+            still.setdefault((place.batches, where), []).append(host)
     is_known = places.are_still and sum(map(len, still.values())) == places.num_hosts
-    if not is_known or len(still) < 2:
+    if not is_known or len(still) < 2 or all(where == _AT_END for _, where in still):
         return None
     lines = [
         f"{hosts_text(hosts)} at batch {places.first + batches:,}, {where}"
         for (batches, where), hosts in sorted(still.items())
     ]
-    stood = f"all hosts have stood still for {places.timeout_s:g} s:"
+    stood = f"no training loop has gone on for {places.timeout_s:g} s:"
     return "\n  ".join([stood, *lines]) + f"\n{_REMEDY_APART}"
 
 
