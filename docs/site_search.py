@@ -63,7 +63,11 @@ FOUND_BY = {
         ),
         *("exact accuracy", "train and eval together"),
     ],
-    ("evaluation", "Hosts and iterators"): ["train test split", "random split of dataset"],
+    ("evaluation", "Hosts and iterators"): [
+        "print one row of a batch on host 0",
+        "train test split",
+        "random split of dataset",
+    ],
     ("evaluation", "Metrics"): [
         "loss divides by padding",
         "pad tokens loss mask",
@@ -71,6 +75,7 @@ FOUND_BY = {
     ],
     ("troubleshooting", "Troubleshooting"): ["hang"],
     ("troubleshooting", "It hangs"): [
+        "save only on host 0",
         "save only on process 0",
         "hang in save",
         "deadlock",
@@ -79,6 +84,8 @@ FOUND_BY = {
         "Barrier timed out",
     ],
     ("troubleshooting", "An error of JAX or Python"): [
+        "holds text, which stays on the host",
+        "Received data size doesn't match: collective mismatch",
         *("OOM", "out of memory", "has no attribute", "incarnation", "explicit sharding"),
         *("ShardingTypeError", "out sharding could not be resolved"),
         "Dtype is not a valid JAX array type",
@@ -98,6 +105,8 @@ FOUND_BY = {
     ],
     ("coming_from", "Grain alone"): ["batch size per host"],
     ("coming_from", "PyTorch"): [
+        "another read of a record gave another value",
+        "missing argument: 'rng'",
         *(
             "map-style dataset",
             "collate_fn",

@@ -57,7 +57,6 @@ ELSEWHERE = {
         "`grain.DataLoader(source, sampler, operations)`",
         "`jax.make_array_from_process_local_data`",
     ),
-    "test_lifecycle.py: TestMemory": ("`prefetch(AUTOTUNE)`",),
     "test_workers.py: TestTheSameAsWithout": (
         "`num_workers=8`",
         "`.mp_prefetch(MultiprocessingOptions(8))`",
