@@ -6,8 +6,8 @@
   const SATURATION = 1.2; // k1 of BM25: how soon a word that is said again counts no more
   const LENGTH = 0.75; // b of BM25: how much a long section is held back
   const HEADING = 3; // number of times that a word of a heading or of a page's title counts
-  const FOUND_BY = 3; // what a word of site_search.py's list adds: more than any number in the text
-  const WHOLE = 100; // what a whole entry of that list adds: more than any title
+  const FOUND_BY = 3; // what a word of found_by.txt adds: more than any number in the text
+  const WHOLE = 100; // what a whole entry of that file adds: more than any title
   const MOST = 20; // number of sections that are shown
   const REFERENCE = /^(notebooks\/|api\/|benchmarks$|index$)/; // these name almost everything
 
