@@ -15,7 +15,9 @@ FOUND_BY = Path(__file__).with_name("found_by.txt")
 
 def found_by():
     """The words of `found_by.txt`, by page and heading."""
-    sections = re.findall(r"^(\S+) > (.+)\n((?:  .+\n)+)", FOUND_BY.read_text(), re.MULTILINE)
+    sections = re.findall(
+        r"^(\S+) > (.+)\n((?:  .+\n)+)", FOUND_BY.read_text("utf-8"), re.MULTILINE
+    )
     return {(page, heading): " ".join(text.split()).split("; ") for page, heading, text in sections}
 
 
@@ -32,7 +34,12 @@ def sections(app):
                 "page": page,
                 "name": title if is_page else f"{title} > {heading}",
                 "anchor": "" if is_page else f"#{section['ids'][0]}",
-                "text": " ".join(text for child in own for text in child.findall(nodes.Text)),
+                "text": " ".join(
+                    text
+                    for child in own
+                    for text in child.findall(nodes.Text)
+                    if not isinstance(text.parent, nodes.comment)
+                ),
                 "foundBy": left.pop((page, heading), []),
             }
     if left:
@@ -40,9 +47,11 @@ def sections(app):
 
 
 def write_sections(app, exception):
-    if exception is None:
+    if exception is None and app.builder.format == "html":
         text = json.dumps(list(sections(app)), ensure_ascii=False)
-        Path(app.outdir, "_static", "sections.js").write_text(f"const SECTIONS = {text};\n")
+        Path(app.outdir, "_static", "sections.js").write_text(
+            f"const SECTIONS = {text};\n", "utf-8"
+        )
 
 
 def rank_sections(app, page, template, context, doctree):

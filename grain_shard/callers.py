@@ -7,11 +7,11 @@ import inspect
 import os
 import sys
 import sysconfig
-import threading
+from collections.abc import Iterator
 from types import FrameType
 
 _OWN = ("grain_shard", "grain")
-_PACKAGE, _STDLIB = os.path.dirname(__file__), sysconfig.get_path("stdlib")
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def user_frame() -> tuple[FrameType | None, int]:
@@ -22,7 +22,7 @@ def user_frame() -> tuple[FrameType | None, int]:
         the function that calls this one.
     """
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
+    while frame is not None and _is_own(frame):
         frame, level = frame.f_back, level + 1
     return frame, level
 
@@ -36,24 +36,50 @@ def program_line(frame: FrameType | None) -> str:
     Returns:
         The line; "" if all frames are of this package, of installed ones, or of Python itself.
     """
-    while frame is not None and _is_installed(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return next((_line(frame) for frame in _outwards(frame) if not _is_installed(frame)), "")
 
 
-def lines_of_other_threads() -> list[str]:
-    """Returns the lines of the user's program that other threads are at, each with a count."""
-    this = threading.get_ident()
-    at = collections.Counter(
-        program_line(frame) for thread, frame in sys._current_frames().items() if thread != this
-    )
+def lines_in_pipelines() -> list[str]:
+    """Returns the lines at which threads are in functions that this package or Grain has called.
+
+    Returns:
+        The innermost line of the user's program in each such thread, or of an installed library,
+        as ``source.py:17 in __getitem__``; then the number of threads, if there are several.
+    """
+    at = collections.Counter(map(_called_line, sys._current_frames().values()))
     return [f"{line} ({n} threads)" if n > 1 else line for line, n in at.most_common() if line]
 
 
-def _is_installed(file: str) -> bool:
-    folders = os.path.dirname(file).split(os.sep)
-    return (
-        file.startswith(("<frozen", os.path.join(_PACKAGE, ""), os.path.join(_STDLIB, "")))
-        or "site-packages" in folders
-        or "dist-packages" in folders
-    )
+def _called_line(innermost: FrameType) -> str:
+    frames = [*_outwards(innermost)]
+    outermost = max((i for i, frame in enumerate(frames) if _is_own(frame)), default=0)
+    called = [f for f in frames[:outermost] if not _is_own(f) and not _is_python(f)]
+    frame = next((f for f in called if not _is_installed(f)), next(iter(called), None))
+    return "" if frame is None else f"{_line(frame)} in {frame.f_code.co_name}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in _OWN
+
+
+def _is_python(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(("<frozen", os.path.join(_STDLIB, ""))) and not _is_in_packages(file)
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return _is_own(frame) or _is_python(frame) or _is_in_packages(frame.f_code.co_filename)
+
+
+def _is_in_packages(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(os.path.dirname(file).split(os.sep))

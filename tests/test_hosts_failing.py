@@ -240,7 +240,7 @@ def test_a_save_on_one_host_alone_is_named_on_the_first_host_which_waits_in_it(s
             assert lines[-1], "".join(lines)
     said = re.sub(r":\d+$", ":N", "".join(lines[-4:-1]), flags=re.MULTILINE)
     assert said.endswith(
-        "no training loop has gone on for 10 s:\n"
+        "all hosts have stood still for 10 s:\n"
         "  host 0 at batch 21, in a save, train.py:N\n"
         "  hosts 1, 2, 3 at batch 22, most likely in the step of that batch, train.py:N\n"
     )

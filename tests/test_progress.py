@@ -101,9 +101,9 @@ def test_the_first_host_waits_for_a_loop_that_stands_still_before_it_names_a_hos
 
 
 BEHIND, AHEAD = Place(6, None, f"{IN_STEP}, train.py:40"), Place(7, None, f"{IN_STEP}, train.py:30")
-AT_END = Place(8, "")
+AT_END = Place(8, "", f"{IN_STEP}, train.py:60")
 APART = (
-    "no training loop has gone on for 60 s:\n"
+    "all hosts have stood still for 60 s:\n"
     "  {} at batch 6, most likely in the step of that batch, train.py:40\n"
     "  {} at batch 7, most likely in the step of that batch, train.py:30\n  remedy: "
 )
@@ -116,17 +116,18 @@ APART = (
         ([AHEAD, BEHIND], APART.format("host 1", "host 0")),
         (
             [IS_STILL, SAVES],
-            "no training loop has gone on for 60 s:\n  host 1 at batch 7, in a save\n",
+            "all hosts have stood still for 60 s:\n  host 1 at batch 7, in a save\n",
         ),
         ([BEHIND, BEHIND._replace(still=f"{IN_STEP}, train.py:50")], APART.split("\n")[0]),
         (
             [BEHIND, AT_END, AHEAD],
-            "no training loop has gone on for 60 s:\n"
+            "all hosts have stood still for 60 s:\n"
             "  host 0 at batch 6, most likely in the step of that batch, train.py:40\n"
             "  host 2 at batch 7, most likely in the step of that batch, train.py:30\n"
-            "  host 1 at batch 8, at the end of the data\n  remedy: ",
+            "  host 1 at batch 8, at the end of the data, train.py:60\n  remedy: ",
         ),
         ([AT_END, AT_END._replace(batches=7)], None),  # the loops are over
+        ([BEHIND, AT_END._replace(still="")], None),  # host 1 works on, as on an export
         ([BEHIND, AT_END._replace(has_ended=True)], None),  # is said in other words
         ([AHEAD, AHEAD], None),  # a long step
         ([BEHIND, GOES_ON], None),  # host 1 works: it evaluates, or it reads
@@ -148,7 +149,7 @@ def test_the_first_host_logs_once_that_loops_stand_still_at_unlike_places(caplog
         progress.asks(6 + host)
     for _ in range(3):
         assert [hosts[host].look(IN_STEP) for host in (1, 0)] == [None, None]
-    assert caplog.text.count("no training loop has gone on for 0 s:\n  host 0 at batch 7") == 1
+    assert caplog.text.count("all hosts have stood still for 0 s:\n  host 0 at batch 7") == 1
 
 
 def test_a_thread_is_still_if_it_waits_outside_the_standard_library_or_in_a_save():

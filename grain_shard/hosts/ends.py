@@ -197,6 +197,8 @@ class AgreedEnd(Producer[T]):
         same_rows: True if every host produces the same batches, so that all have to end at once.
         padding: Returns a batch of padding on the devices. Its argument is the number of batches of
             padding before this one.
+        on_wait: Called about once a second while the loop waits for data of this host, with the
+            seconds that the wait has lasted; None for no call.
     """
 
     def __init__(
@@ -208,9 +210,11 @@ class AgreedEnd(Producer[T]):
         remainder: str,
         same_rows: bool,
         padding: Callable[[int], T],
+        on_wait: Callable[[float], None] | None = None,
     ):
         decider = functools.partial(decide, remainder, same_rows)
         self._placed, self._read, self._padding = placed, read, padding
+        self._on_wait = on_wait
         self._counter, self._votes = counter(), _Votes(read, rounds, decider)
         self._agreed = 0
         self._voting = in_background(
@@ -255,7 +259,7 @@ class AgreedEnd(Producer[T]):
 
         try:
             self._votes.loop_waits(True)
-            self._read.wait_for(need_not_wait)
+            self._read.wait_for(need_not_wait, on_wait=self._on_wait)
             # From here on this host waits only for the votes of other hosts.
             with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:

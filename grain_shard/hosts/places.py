@@ -17,7 +17,6 @@ from grain_shard.hosts.compare import hosts_text
 Calls = Sequence[tuple[int, float]]
 # The most likely places of a loop that has stood still for long.
 IN_STEP, IN_SAVE = "most likely in the step of that batch", "in a save"
-_AT_END = "at the end of the data"
 # After a clean end of one host, another host may work on alone, as to export a model, for so many
 # seconds. In plain JAX, the exit of a process waits 300 seconds for the other processes.
 _MAY_WORK_ALONE_S = 240.0
@@ -27,7 +26,7 @@ _REMEDY = (
     " that work."
 )
 _REMEDY_APART = (
-    "  remedy: unless a step takes longer, they wait for each other for ever. Call each step,"
+    "  remedy: unless a step takes longer, they wait for each other for ever. Call next, each step,"
     " evaluation and save on all hosts: look for a call under `if jax.process_index() == 0:`."
 )
 
@@ -39,8 +38,9 @@ class Place(NamedTuple):
         batches: Number of batches of the iterator that the loop has got or asks for.
         left: None while the loop goes on. Otherwise the reason for which it left, which is "" at
             the end of the data.
-        still: `IN_STEP` or `IN_SAVE` if the loop goes on, but has stood still for long there, and
-            then the line of the program at which it stands; "" if it has not.
+        still: `IN_STEP` or `IN_SAVE` if the loop's thread has stood still for long there, in the
+            loop or after the end of the data, and then the line of the program at which it stands;
+            "" if it has not.
         has_ended: True if the loop was left, and the program has ended since.
         has_failed: True if the loop was left by a `sys.exit` that asks for a status other than 0.
     """
@@ -137,18 +137,23 @@ def stand_apart(places: Places) -> str | None:
     """
     still: dict[tuple[int, str], list[int]] = {}
     for host, place in places.of.items():
-        where = place.still if place.left is None else _AT_END if place.left == "" else ""
-        if where and not place.has_ended:
+        if place.still and not place.has_ended:
+            where = place.still if place.left is None else _at_end(place)
             still.setdefault((place.batches, where), []).append(host)
     is_known = places.are_still and sum(map(len, still.values())) == places.num_hosts
-    if not is_known or len(still) < 2 or all(where == _AT_END for _, where in still):
+    if not is_known or len(still) < 2 or places.at_end == set(places.of):
         return None
     lines = [
         f"{hosts_text(hosts)} at batch {places.first + batches:,}, {where}"
         for (batches, where), hosts in sorted(still.items())
     ]
-    stood = f"no training loop has gone on for {places.timeout_s:g} s:"
+    stood = f"all hosts have stood still for {places.timeout_s:g} s:"
     return "\n  ".join([stood, *lines]) + f"\n{_REMEDY_APART}"
+
+
+def _at_end(place: Place) -> str:
+    _, comma, line = place.still.partition(", ")
+    return f"at the end of the data{comma}{line}"
 
 
 def _stand_still(places: Places) -> str | None:

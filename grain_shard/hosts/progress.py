@@ -83,7 +83,9 @@ class LoopProgress:
         """
         place, rounds = self._place, self._rounds
         has_left = place.left is not None
-        place = place._replace(still="" if has_left else still, has_ended=at_exit and has_left)
+        # A thread may also stand still after the end of the data, as where it reads a loss.
+        still = "" if place.left or at_exit else still
+        place = place._replace(still=still, has_ended=at_exit and has_left)
         if place != self._posted:
             if place.left and not at_exit and time.monotonic() < self._left_at + _ERROR_MAY_COME_S:
                 return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import logging
 
-from grain_shard.callers import lines_of_other_threads
+from grain_shard.callers import lines_in_pipelines
 
 # Least seconds of a wait that is logged, and least seconds between two such lines. The first read
 # of a bucket, or the start of worker processes, takes less.
@@ -12,21 +12,21 @@ _LONG_S = 60.0
 
 
 def log_long_wait(waited_s: float) -> None:
-    """Logs once a minute that the loop waits, and where other threads are in the user's program.
+    """Logs once a minute that the loop waits, and where the functions of pipelines are.
 
     Args:
         waited_s: The seconds that the loop has waited so far for one batch.
     """
     if waited_s < _LONG_S:
         return
-    lines = lines_of_other_threads()
+    lines = lines_in_pipelines()
     logging.log_every_n_seconds(
         logging.WARNING,
         "grain_shard: the training loop has waited %.0f s for its next batch. %s",
         _LONG_S,
         waited_s,
-        f"Other threads are in your program at {', '.join(lines)}."
+        f"Threads that make batches are at {', '.join(lines)}."
         if lines
-        else "No other thread of this process is in your program. Check that the workers of"
-        " num_workers or of the executor run.",
+        else "No thread of this process makes one. If the pipeline has num_workers or an executor,"
+        " check that the workers run.",
     )

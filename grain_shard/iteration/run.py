@@ -89,6 +89,7 @@ class Run:
                 remainder=host.padding.remainder,
                 same_rows=host.rows == GLOBAL,
                 padding=lambda before: place.padding(host, before),
+                on_wait=log_long_wait,
             )
         meter.opens(opened.reads, faults)
 

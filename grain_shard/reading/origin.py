@@ -57,6 +57,11 @@ def _place(source: Any, index: int) -> tuple[str | None, int | None]:
     return None, None
 
 
+def name_before_batch(records: grain.MapDataset, record: int) -> str:
+    """Returns the name of a record of the dataset that is batched, for messages."""
+    return record_name(record, "the dataset before .batch", Origin.of(records, record))
+
+
 def record_name(record: int, where: str, origin: Origin | None) -> str:
     """Returns a name of a record for messages; it begins with the origin if that is known.
 

@@ -17,7 +17,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.origin import name_before_batch
 from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
@@ -172,7 +172,8 @@ class RowStacker:
             if array.shape != like.shape or not same_dtype:
                 others = f"{like.dtype}[{', '.join(map(str, like.shape))}]"
                 raise ShardingError(
-                    f"{leaf()} is {describe_leaf(array)}, but {others} in other rows.",
+                    f"in {self._name(origin)}, the leaf is {describe_leaf(array)}, but {others} in"
+                    " other rows.",
                     path=self.paths[i],
                     leaf=describe_leaf(array),
                     remedy="pad or cast the leaf in .map before .batch, so that all rows have one"
@@ -196,9 +197,10 @@ class RowStacker:
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         found, first = set(flatten(row)[0]), set(self.paths)
-        only = {self._name(origin): found - first, self._name(self._first): first - found}
-        sides = [f"{', '.join(sorted(has))} only in {side}" for side, has in only.items() if has]
-        differ = f"the types of containers differ in {' and in '.join(only)}"
+        name, first_name = self._name(origin), self._name(self._first)
+        only = (found - first, name), (first - found, first_name)
+        sides = [f"{', '.join(sorted(paths))} only in {side}" for paths, side in only if paths]
+        differ = f"the types of containers differ in {name} and in {first_name}"
         raise ShardingError(
             f"two rows have different structures: {'; '.join(sides) or differ}.",
             path=min(found ^ first, default=None),
@@ -247,13 +249,11 @@ class RowTemplate:
             with self._learning:
                 if self._stacker is None:
                     row, record = known() if known else self._first(faults)
-                    stacker = RowStacker(row, self.name, record)
+                    # No method of self: that cycle would keep the records in memory.
+                    name = functools.partial(name_before_batch, self.records)
+                    stacker = RowStacker(row, name, record)
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker
-
-    def name(self, record: int) -> str:
-        """Returns the name of a record in messages, with its place in the source if it is known."""
-        return record_name(record, "the dataset before .batch", Origin.of(self.records, record))
 
     def _first(self, faults: Faults) -> KnownRow:
         """Returns the row of the first readable record, and the index of the record.
