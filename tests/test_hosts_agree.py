@@ -551,7 +551,7 @@ def test_a_host_that_fails_at_the_first_batch_has_its_own_error_and_is_named_els
 def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
     for text in texts(results[case_a_stream_on_one_host], "HostTimeoutError"):
         assert 'kind: "random access" on hosts 0, 1, 3; "stream" on host 2' in text
-        assert "dataset made at" not in text
+        assert "made at" not in text
 
 
 @pytest.mark.parametrize(
