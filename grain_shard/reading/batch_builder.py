@@ -20,7 +20,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import FaultCounts, Faults
-from grain_shard.reading.origin import name_before_batch
+from grain_shard.reading.origin import BEFORE_BATCH, name_in
 from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
@@ -223,5 +223,5 @@ class BatchBuilder:
     def _name(self, record: int, among: int) -> str:
         """Returns a name for messages: of one record, or of `among` records from `record` on."""
         if among == 1:
-            return name_before_batch(self.template.records, record)
-        return f"one of the records {record} to {record + among - 1} of the dataset before .batch"
+            return name_in(self.template.records, BEFORE_BATCH, record)
+        return f"one of the records {record} to {record + among - 1} of {BEFORE_BATCH}"

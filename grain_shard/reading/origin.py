@@ -13,6 +13,9 @@ import grain
 
 from grain_shard.grain_inside.routes import source_of
 
+# The dataset that is batched, in messages.
+BEFORE_BATCH = "the dataset before .batch"
+
 
 class Origin(NamedTuple):
     """The place of a record in a source.
@@ -57,9 +60,15 @@ def _place(source: Any, index: int) -> tuple[str | None, int | None]:
     return None, None
 
 
-def name_before_batch(records: grain.MapDataset, record: int) -> str:
-    """Returns the name of a record of the dataset that is batched, for messages."""
-    return record_name(record, "the dataset before .batch", Origin.of(records, record))
+def name_in(records: grain.MapDataset, where: str, record: int) -> str:
+    """Returns a name of a record of a dataset for messages, after a search for its origin.
+
+    Args:
+        records: The dataset.
+        where: Name of the dataset.
+        record: Index of the record.
+    """
+    return record_name(record, where, Origin.of(records, record))
 
 
 def record_name(record: int, where: str, origin: Origin | None) -> str:

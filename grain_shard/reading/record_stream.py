@@ -14,7 +14,7 @@ import grain
 
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import FaultCounts
-from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.origin import name_in
 from grain_shard.reading.shared_reads import SharedReads
 from grain_shard.threads.tasks import Raised
 
@@ -87,8 +87,8 @@ class RecordIterator(grain.DatasetIterator):
             element: The record's `Unreadable` element, which may stand for several records; None if
                 there is no element.
         """
-        origin = Origin.of(self._stream.records, self._next_index)
-        name = record_name(self._next_index, "the dataset before .to_iter_dataset", origin)
+        where = "the dataset before .to_iter_dataset"
+        name = name_in(self._stream.records, where, self._next_index)
         among = element.among if type(element) is Unreadable else 1
         return name if among == 1 else f"one of {among} records, the first of which is {name}"
 

@@ -10,7 +10,7 @@ import numpy as np
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.origin import name_in
 from grain_shard.threads.tasks import Raised
 from grain_shard.threads.world import World
 
@@ -41,8 +41,7 @@ class RetriedRecords(grain.MapDataset):
             return self._records[index]
         except Exception as error:
             if isinstance(error, StopIteration):  # which would end the stream without an error
-                origin = Origin.of(self._records, index)
-                name = record_name(index, "the dataset before .to_iter_dataset", origin)
+                name = name_in(self._records, "the dataset before .to_iter_dataset", index)
                 error.add_note(f"grain_shard: while evaluating {name}")
                 Raised.of(error).throw()
             if not self._faults.reads_again(error):

@@ -20,7 +20,7 @@ import numpy as np
 from grain_shard.errors import describe_error
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import route
-from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.origin import name_in
 from grain_shard.reading.row_values import (
     NO_ROW,
     Difference,
@@ -161,7 +161,7 @@ class Sample:
 
     def name(self, record: int) -> str:
         """Returns the name of a record in messages."""
-        return record_name(record, self.where, Origin.of(self._records, record))
+        return name_in(self._records, self.where, record)
 
     def is_steady(self, alone: Mapping[int, Row], reads: int, least_s: float) -> bool:
         """Reads records again, one after the other; returns False once one of them differs.

@@ -17,7 +17,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.origin import name_before_batch
+from grain_shard.reading.origin import BEFORE_BATCH, name_in
 from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
@@ -250,7 +250,7 @@ class RowTemplate:
                 if self._stacker is None:
                     row, record = known() if known else self._first(faults)
                     # No method of self: that cycle would keep the records in memory.
-                    name = functools.partial(name_before_batch, self.records)
+                    name = functools.partial(name_in, self.records, BEFORE_BATCH)
                     stacker = RowStacker(row, name, record)
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker
