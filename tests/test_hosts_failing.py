@@ -167,11 +167,7 @@ def runs(script):
 
     def of_kinds(first_bad_batch, kinds):
         with contextlib.ExitStack() as cleanup:
-            started = {
-                kind: [start(script, kind, first_bad_batch, host, port, cleanup) for host in HOSTS]
-                for kind in kinds
-                for port in [cleanup.enter_context(host_process.reserved_port())]
-            }
+            started = {kind: start(script, kind, first_bad_batch, cleanup) for kind in kinds}
             outputs = {
                 k: [p.communicate(timeout=3 * HANG_S)[0] for p in ps] for k, ps in started.items()
             }
@@ -182,18 +178,23 @@ def runs(script):
     return functools.cache(of_kinds)
 
 
-def start(script, kind, first_bad_batch, host, port, cleanup):
-    process = subprocess.Popen(
-        [sys.executable, *["-i"] * (kind == AT_PROMPT), str(script), kind, str(first_bad_batch)],
-        env=os.environ | host_process.host_environment(host, len(HOSTS), 2, port),
-        stdin=cleanup.enter_context(script.with_name(TYPED).open()),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    cleanup.enter_context(process)
-    cleanup.callback(process.kill)
-    return process
+def start(script, kind, first_bad_batch, cleanup):
+    """Starts the processes of all hosts, which `cleanup` ends."""
+    port, processes = cleanup.enter_context(host_process.reserved_port()), []
+    prompt = ["-i"] * (kind == AT_PROMPT)
+    for host in HOSTS:
+        process = subprocess.Popen(
+            [sys.executable, *prompt, str(script), kind, str(first_bad_batch)],
+            env=os.environ | host_process.host_environment(host, len(HOSTS), 2, port),
+            stdin=cleanup.enter_context(script.with_name(TYPED).open()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        cleanup.enter_context(process)
+        cleanup.callback(process.kill)
+        processes.append(process)
+    return processes
 
 
 @pytest.mark.parametrize(
@@ -229,8 +230,8 @@ def test_a_host_that_leaves_or_is_ahead_while_the_others_go_on_ends_all_and_is_n
 
 def test_a_save_on_one_host_alone_is_named_on_the_first_host_which_waits_in_it(script):
     """It hangs for long: the others wait in their next step, in which no thread of Python runs."""
-    with host_process.reserved_port() as port, contextlib.ExitStack() as cleanup:
-        first, *_ = [start(script, SAVES_ALONE, 20, host, port, cleanup) for host in HOSTS]
+    with contextlib.ExitStack() as cleanup:
+        first, *_ = start(script, SAVES_ALONE, 20, cleanup)
         timer = threading.Timer(HANG_S, first.kill)
         cleanup.callback(timer.cancel)
         timer.start()

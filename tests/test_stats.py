@@ -1,5 +1,6 @@
 """`stats()`: figures that follow from what happened, by a clock that the test turns."""
 
+import gc
 import json
 
 import grain
@@ -67,13 +68,19 @@ def test_of_late_is_without_the_first_batch_and_what_was_long_ago(loop):
     loop.take(wait_s=1.0, step_s=1.0)
     assert loop.recent().wait_share == 1.0
     assert (loop.recent()["seconds"], loop.recent()["batches"]) == (1.0, 1)
+    before = num_figures()
     for wait_s in [1.0] * 100 + [0.0] * 100:
         loop.take(wait_s=wait_s, step_s=1.0)
+    assert num_figures() < before + 15, "figures of long ago are not kept"
     recent = loop.recent()
     assert 60.0 <= recent["seconds"] <= 66.0
     assert recent["wait"] == 0.0
     assert loop.total()["wait"] == 161.0
-    assert len(loop._kept) < 15
+
+
+def num_figures():
+    gc.collect()
+    return sum(type(one) is Figures for one in gc.get_objects())
 
 
 # Stages.

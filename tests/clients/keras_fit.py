@@ -131,6 +131,7 @@ def check_script(check, rehearsed, folder):
         ),
         ("seed.py", r"(?<=\.seed\()42", "7", "the state was saved by another pipeline: seeds"),
         ("data.py", r"(?<=default_rng\()0", "1", "the source has changed since the state was"),
+        ("repeat.py", r"(?<=augment\))", ".repeat()", "the dataset ends in .repeat: leave it out"),
     ):
         done = run(changed(name, pattern, replacement), 1, 3, "script")
         check(f"{name} is refused", done.exit_code == 1 and refusal in done.outputs[0])
