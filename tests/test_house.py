@@ -164,7 +164,6 @@ ASKED_IN = {
     "ElementsOfParents": {"grain_shard.grain_inside.routes"},
     "IterableBatches": {"grain_shard.reading.iterable", "grain_shard.streams.whole_rows"},
     "RecordStream": set(),
-    "RetriedRecords": set(),
     "RowMapDataset": {STAGE},
     "ShardedDataset": {"grain_shard.iteration.sharded_dataset"},
     "StreamDataset": {STAGE},

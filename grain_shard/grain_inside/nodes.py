@@ -244,18 +244,14 @@ def repeats_interleaved(ds: grain.IterDataset) -> bool:
 
 def below_read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
-) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
+) -> tuple[grain.MapDataset, grain.ReadOptions] | None:
     """Finds the `MapDataset` of a pipeline that ends with ``.to_iter_dataset(read_options)``.
 
     A ``.seed`` and options for the stream may follow, because they change no element.
 
     Returns:
-        The `MapDataset`, and (number of threads, number of elements to buffer). The pair is None if
-        the options are Grain's defaults: Grain fills them in if the user gave none, and to buffer
-        500 batches would take too much memory.
-
-        None in place of both if the pipeline ends with another node, or has a filter. With a
-        filter, the stream skips elements, so its elements cannot be read by index.
+        The `MapDataset` and the read options. None if the pipeline ends with another node, or has a
+        filter. With a filter, the stream skips elements, so its elements cannot be read by index.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # a node of these two types changes no element
@@ -264,31 +260,46 @@ def below_read_ahead(
 
 def read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
-) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
+) -> tuple[grain.MapDataset, grain.ReadOptions] | None:
     """Finds the `MapDataset` of a node that ``.to_iter_dataset(read_options)`` returned.
 
     Returns:
-        The `MapDataset`, and (number of threads, number of elements to buffer), or None in place of
-        the pair if the options are Grain's defaults. None in place of both for any other node, and
-        for a `MapDataset` with a filter.
+        The `MapDataset` and the read options. None for any other node, and for a `MapDataset` with
+        a filter.
     """
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
-    options = getattr(ds, "_read_options", None)
     (parent,) = ds.parents
     assert isinstance(parent, grain.MapDataset)
-    if is_filtered(parent):
-        return None
-    if options is None or options == grain.ReadOptions():
-        return parent, None
-    return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
+    options = getattr(ds, "_read_options", None) or grain.ReadOptions()
+    return None if is_filtered(parent) else (parent, options)
+
+
+def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
+    """Returns the number of threads and the buffer size of read options, at least 1 each.
+
+    None stands for a number that is Grain's default. Grain fills in the defaults if the user gave
+    none, and to buffer 500 batches would take too much memory.
+    """
+    default = grain.ReadOptions()
+    threads, size = options.num_threads, options.prefetch_buffer_size
+    return (
+        None if threads == default.num_threads else max(1, threads),
+        None if size == default.prefetch_buffer_size else max(1, size),
+    )
+
+
+def set_threads(ds: grain.IterDataset) -> int | None:
+    """Returns the fewest threads that the user has set for a part of a stream; None for none."""
+    parts = filter(None, map(read_ahead, walk(ds)))
+    return min(filter(None, (set_options(options)[0] for _, options in parts)), default=None)
 
 
 def read_by_threads(ds: grain.MapDataset | grain.IterDataset) -> grain.MapDataset | None:
     """Returns the `MapDataset` that several threads read for a stream; None if there is none."""
     if (found := read_ahead(ds)) is not None:
         records, options = found
-        return records if len(records) and (options is None or options[0] > 1) else None
+        return records if len(records) and options.num_threads > 1 else None
     return next(filter(None, map(read_by_threads, ds.parents)), None)
 
 

@@ -62,8 +62,7 @@ def replace_read_ahead(
             return node
         # Without this name it is unknown if the stream has None in place of records without data.
         if (found := read_ahead(node)) is not None and hasattr(node, "_allow_nones"):
-            options = getattr(node, "_read_options", None) or grain.ReadOptions()
-            stream: Any = make_stream(found[0], options)
+            stream: Any = make_stream(*found)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
         if type(node) is grain.experimental.InterleaveIterDataset:

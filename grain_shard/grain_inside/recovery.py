@@ -33,9 +33,8 @@ class Recovery:
     def reads_again(self, error: Exception) -> bool:
         """Returns whether a failed read may be repeated at once, in smaller parts.
 
-        A call for several elements is repeated in smaller calls. A record that Grain evaluated is
-        read again from its source, and then the functions are applied. If this returns False, the
-        error counts, even if smaller calls succeed.
+        A call for several elements is repeated in smaller calls. If this returns False, the error
+        counts, even if smaller calls succeed.
         """
         return False
 

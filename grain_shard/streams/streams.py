@@ -7,6 +7,7 @@ several streams, which give the same number of rows in each turn: `Feeds` (`feed
 
 from __future__ import annotations
 
+import functools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
 from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
@@ -202,15 +202,12 @@ class OneStream(Streams):
     ) -> SharedReads:
         records = nodes.records_per_batch(self._ds)
         bytes_ahead = BYTES_AHEAD if records is None else 0
-        return SharedReads(faults, batches * (records or 1), num_threads, bytes_ahead=bytes_ahead)
+        threads = nodes.set_threads(self._ds) if num_threads is None else num_threads
+        return SharedReads(faults, batches * (records or 1), threads, bytes_ahead=bytes_ahead)
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
-        def stream_of(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
-            if options == grain.ReadOptions():
-                return RecordStream(reads, None, records, options)
-            return RetriedRecords(records, reads.faults).to_iter_dataset(options)
-
-        return iter(replace_read_ahead(self._ds, stream_of, check_record))
+        read = functools.partial(RecordStream, reads, None)
+        return iter(replace_read_ahead(self._ds, read, check_record))
 
     def name(self, number: int) -> str:
         return f"this host's {self.one}"

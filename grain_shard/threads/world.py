@@ -55,19 +55,14 @@ class World:
     """
 
     def __init__(self):
-        self._maker, self._context = threading.get_ident(), contextvars.copy_context()
+        self._context = contextvars.copy_context()
         self._mesh, self._errors = cast(Any, jax.sharding.get_mesh()), np.geterr()
         self._abstract_mesh = jax.sharding.get_abstract_mesh()
         self._settings = {name: getattr(jax.config, name) for name in _contexts()}
 
     def enter(self) -> None:
-        """Puts the calling thread into this world until it ends, if it did not make this world.
-
-        A further call does nothing.
-        """
-        if threading.get_ident() == self._maker or getattr(_entered, "world", None) is self:
-            return
-        _entered.world, _entered.stack = self, contextlib.ExitStack()
+        """Puts the calling thread into this world until it ends. A new thread calls this, once."""
+        _entered.stack = contextlib.ExitStack()
         self._enter(_entered.stack)
 
     def run(self, work: Callable[..., T], *args: Any) -> T:

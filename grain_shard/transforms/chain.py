@@ -142,9 +142,8 @@ def shard_to(
     require_choice("read", read, get_args(ReadMode))
     threads, buffer_size = None, DevicePut.cpu_buffer_size
     if rows != LOCAL:
-        ds, read_options = _random_access(ds)
-        if read_options is not None:
-            threads, buffer_size = (max(1, option) for option in read_options)
+        ds, (threads, size) = _random_access(ds)
+        buffer_size = buffer_size if size is None else size
     target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
     put = DevicePut(
         target,
@@ -223,11 +222,11 @@ class _Chain(Stage):
 
 def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
-) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
+) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int | None, int | None]]:
     """Returns the `MapDataset` below ``.to_iter_dataset(read_options)``, and its read options.
 
-    The options are (threads, batches to buffer), or None if they are Grain's defaults. Any other
-    dataset is returned unchanged, with None.
+    The options are the number of threads and the batches to buffer; None for a number that is
+    Grain's default. Any other dataset is returned unchanged.
 
     Raises:
         ShardingError: The dataset is a `MapDataset` with a ``.filter``.
@@ -238,4 +237,7 @@ def _random_access(
             remedy="filter a stream: .to_iter_dataset().filter(...).batch(B). On several hosts, cut"
             " that stream into grain_shard.feeds, or pass rows= to .shard_to.",
         )
-    return nodes.below_read_ahead(ds) or (ds, None)
+    if (found := nodes.below_read_ahead(ds)) is None:
+        return ds, (None, None)
+    records, options = found
+    return records, nodes.set_options(options)
