@@ -56,6 +56,13 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
     )
 
 
+def test_a_state_from_before_the_first_batch_hides_nothing():
+    with iter(WITHOUT_BATCH["a stream"]().shard_to(data_mesh(8))) as batches:
+        batches.set_state(batches.get_state())
+        with refused("no .batch stands in the pipeline"):
+            next(batches)
+
+
 def test_random_access_is_refused_when_the_pipeline_is_built():
     with refused("But this leaf is a scalar, and has no dim 0"):
         records().shard_to(data_mesh(8))

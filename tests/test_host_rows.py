@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import ShardingError
-from tests.conftest import data_mesh, ids
+from grain_shard import DevicePut, ShardingError, ShardingTree, hosts_mesh
+from tests.conftest import data_mesh, ids, numbered
 from tests.pipelines import KINDS, assert_same_batches
 
 
@@ -60,6 +60,16 @@ def test_values_that_no_device_can_hold_are_refused_as_for_devices():
     for sharded in (ds.shard_to(data_mesh(4)), ds.shard_to(data_mesh(4)).host_rows()):
         with pytest.raises(ShardingError, match="batch\\['id'\\]"):
             next(iter(sharded))
+
+
+def test_the_last_stage_alone_keeps_the_rows_of_this_host():
+    """Without `ShardBatch` a host would put the rows of all hosts on its devices."""
+    target = ShardingTree.of(hosts_mesh({"data": 4}, hosts=2, devices_per_host=2))
+    batches = numbered(16, 8)
+    streamed = batches.to_iter_dataset().map(dict)
+    for ds, rows in ((batches, None), (streamed, "global"), (streamed, "local")):
+        host = ds.pipe(DevicePut(target, rows=rows)).host
+        assert host.first()["id"].tolist() == list(range(8 if rows == "local" else 4))
 
 
 def test_rows_that_the_devices_would_move_are_refused():

@@ -113,9 +113,6 @@ class FeedRows(StreamRows):
         _ = own.by_feed  # raises the error if the shards do not divide the batch size
         return own
 
-    def to_place(self, layout: BatchLayout) -> FeedRows:
-        return self.of_host(layout) if self.layout is None else self
-
     def begin(self, learned: Mapping[str, int]) -> FeedJoiner:
         return FeedJoiner(self)
 

@@ -84,13 +84,9 @@ class StreamRows(Plan):
         """Returns the number of rows of a full batch of `rows` rows, with padding."""
         return rows if self.padding is None else round_up(rows, self.padding.divisor)
 
-    @abstractmethod
-    def to_place(self: R, layout: BatchLayout) -> R:
-        """Returns the rows to put on the devices: of one host, in arrays of their own.
-
-        Args:
-            layout: The rows that the host holds, if none were chosen before.
-        """
+    def with_own_arrays(self: R) -> R:
+        """Returns the rows in arrays to which no other object refers."""
+        return self
 
     @abstractmethod
     def begin(self, learned: Mapping[str, int]) -> Joiner:

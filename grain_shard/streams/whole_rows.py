@@ -19,7 +19,6 @@ from grain_shard.reading.iterable import IterableBatches, require_another_pass
 from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
 from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
-from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import PAD, span
 from grain_shard.streams.rows import LEFT_OUT, Joiner, StreamRows
 from grain_shard.streams.streams import Streams, Turn
@@ -57,11 +56,7 @@ class WholeRows(StreamRows):
         super().checked(check)
         return replace(self, checks=(*self.checks, lambda rows: check(self.padded_size(rows), 1)))
 
-    def to_place(self, layout: BatchLayout) -> WholeRows:
-        return self.with_own_arrays()
-
     def with_own_arrays(self) -> WholeRows:
-        """Returns the rows in arrays to which no other object refers."""
         # An `IterableBatches` has copied the arrays.
         return replace(self, copies=not isinstance(self.stream, IterableBatches))
 
@@ -102,7 +97,7 @@ class WholeJoiner(Joiner):
             )
         self.learned = {_ROWS: before or size}
         # After a restore the next batch may be the short last one, so its size says nothing.
-        self._is_restored = bool(learned)
+        self._is_restored = bool(before)
         self._has_begun = False
         self._padded_size = 0  # rows of each batch with padding; known after the first batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import grain
 import jax
@@ -22,6 +23,8 @@ from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage
+
+D = TypeVar("D", RowMapDataset, StreamDataset)
 
 
 class DevicePut(Settings, Stage):
@@ -50,6 +53,7 @@ class DevicePut(Settings, Stage):
             ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
                 no mask.
         """
+        ds = self._of_host(ds)
         settings, rules, batching = self, self.fault_rules, ds.plan
         if rules.masks:
             _check_can_leave_out(ds)
@@ -79,7 +83,9 @@ class DevicePut(Settings, Stage):
         streams = ds.streams
         streams.check_options(self)
         yields, layouts = streams.yields(self), self.shardings.layouts()
-        rows = ds.plan.to_place(self.shardings.layout())
+        if yields != LOCAL:
+            ds = self._of_host(ds)
+        rows = ds.plan.with_own_arrays()
         rows.check_hosts(layouts)
         options = StreamOptions(
             self.num_threads,
@@ -91,6 +97,10 @@ class DevicePut(Settings, Stage):
         ds = ds.after(rows)
         size = rows.unpadded_size if yields != LOCAL else None
         return self._sharded(ds, HostStreams(ds, options, yields, saved), lambda: size)
+
+    def _of_host(self, ds: D) -> D:
+        """Keeps this host's rows of whole batches. A `ShardBatch` before this stage has done so."""
+        return ds if ds.plan.layout else ds.after(ds.plan.of_host(self.shardings.layout()))
 
     def _sharded(
         self,
