@@ -622,6 +622,23 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
         next(batches)
 
 
+def test_after_an_interrupt_the_batches_alone_lose_no_row():
+    interrupts = [KeyboardInterrupt()]
+
+    def row(feed, i):
+        if (feed, i) == (1, 1) and interrupts:
+            raise interrupts.pop()
+        return {"id": np.int32(10 * feed + i)}
+
+    batches = iter(feeds_of(row, 2, 2, length=4))
+    assert next(batches)["id"].tolist() == [0, 10]
+    state = batches.get_state()
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert batches.get_state() == state
+    assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
+
+
 def test_several_epochs_of_files_are_resumed_in_the_middle(tmp_path):
     """As `docs/data.md` chains them. Of `.repeat`, see test_feed_reads.py."""
     for part in range(16):

@@ -147,28 +147,44 @@ class StreamIterator(grain.DatasetIterator):
         self._is_closed = False
         self._streams, self._plan = streams, plan
         self._batches = StreamBatches(streams, plan, StreamOptions())
+        self._position, self._is_broken = self._batches.position, False
 
     def __next__(self) -> Batch:
         if self._is_closed:
             raise self._closed
-        return next(self._batches)[0]
+        position = self._position
+        if self._is_broken:
+            self._go_to(position)
+        try:
+            # The batch counts as handed out by this assignment, which is atomic.
+            batch, self._position = next(self._batches)
+            return batch
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt: the streams may have given rows of a batch that was not handed out.
+            self._position, self._is_broken = position, True
+            raise
 
     def get_state(self) -> dict[str, Any]:
-        position, streams = self._batches.position, self._streams
+        position, streams = self._position, self._streams
         if streams.why_unsaved:
             # As it is: the loop may never save it, and a save says what cannot be saved.
-            return position.states()[0]
+            return next(iter(position.states().values()))
         return position.to_state(streams, streams.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self._is_closed:
             raise self._closed
         streams, plan, (state, _) = self._streams, self._plan, without_digest(from_storage(state))
-        position = StreamsPosition.of_state(state, streams, streams.fingerprint, plan.numbers)
+        self._go_to(StreamsPosition.of_state(state, streams, streams.fingerprint, plan.numbers))
+
+    def _go_to(self, position: StreamsPosition) -> None:
         # The new streams replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed stream.
         before = self._batches
-        self._batches = StreamBatches(streams, plan, StreamOptions(), position)
+        self._batches = StreamBatches(self._streams, self._plan, StreamOptions(), position)
+        self._position, self._is_broken = position, False
         before.close()
 
     def close(self) -> None:
