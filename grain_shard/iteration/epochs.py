@@ -71,7 +71,7 @@ class Epochs(ShardedIterator):
     def __next__(self) -> EpochBatches:
         position, left = self._after_last()
         if position != self._at.position:
-            self._go_to(position)
+            self._go_to(position, self._at.digest)
         epoch, last = self._batches.pass_of(position)[0], self._last
         if not left:
             try:
@@ -113,7 +113,7 @@ class Epochs(ShardedIterator):
         Args:
             epoch: Number of the epoch, from 0.
         """
-        self._go_to(self._batches.start_of_pass(epoch))
+        self._go_to(self._batches.start_of_pass(epoch), self._at.digest)
         return next(self)
 
     def _is_past(self, epoch: int) -> bool:
@@ -181,6 +181,16 @@ class EpochBatches(Iterator[Batch]):
         """
         # One step, which an interrupt cannot leave half done.
         self.__dict__.update(vars(self._epochs._rewind(self.epoch)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises an AttributeError, which names a method that the iterator over epochs has."""
+        text = f"'EpochBatches' object has no attribute {name!r}"
+        if not name.startswith("_") and hasattr(Epochs, name):
+            text += (
+                f", but all epochs together have it.\n  remedy: use epochs.{name} in the loop `for"
+                " batches in epochs: ...`."
+            )
+        raise AttributeError(text)
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Raises a TypeError: an item of `epochs` is no batch, but the batches of an epoch."""
