@@ -75,6 +75,13 @@ def test_once_is_refused_where_it_would_take_more_padding(remainder):
     assert ids(ds) == [list(range(16)), list(range(16, 32))]
 
 
+def test_a_single_device_has_nothing_to_read_once_for():
+    assert ids(numbered(8, 4).shard_to(jax.devices()[0], read="once")) == [
+        [*range(4)],
+        [4, 5, 6, 7],
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """What a mesh and a layout look at, of a device of some slice."""

@@ -167,7 +167,8 @@ class ShardingTree:
             ShardingError: `read` is "once", and the devices are in several slices, or do not divide
                 a padded batch.
         """
-        if read == "needed" or (read == "auto" and self.spans_slices):
+        # A single device has no mesh, over which rows could be spread.
+        if read == "needed" or (read == "auto" and self.spans_slices) or not self.named():
             return "needed"
         if self.spans_slices:
             raise ShardingError(
