@@ -13,10 +13,11 @@ import grain
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
+from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree, hosts_mesh
 from grain_shard.checkpoint import CheckpointSave
 from grain_shard.errors import describe_error
 from tests.conftest import data_mesh, ids, numbered
@@ -45,6 +46,10 @@ def stream(ds):
 
 def seq_mesh():
     return jax.make_mesh((2, 4), ("data", "seq"))
+
+
+def of_host_1():
+    return Mesh(hosts_mesh({"data": 4}, hosts=2, devices_per_host=2).devices[2:], ("data",))
 
 
 class MapStyle:
@@ -219,6 +224,11 @@ AT_BUILD = {
     "CheckpointSave got an object of type ShardedDataset, not an iterator of a dataset that ends with .shard_to(mesh).": (
         lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
         "call batches = iter(ds), or epochs = ds.epochs(n), once before the loop, and pass that object to CheckpointSave.",
+    ),
+    "host 0 has no device in the mesh. All its devices are of host 1.": (
+        lambda: grain_shard.ShardByMesh(of_host_1()),
+        "mesh:   data=2",
+        "make the mesh of all jax.devices(), whose number is jax.device_count(), or run the pipeline on hosts that have a device in it.",
     ),
     ".mp_prefetch cannot follow .shard_to: a worker process must not hold a device.": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import grain
-import jax
 
 from grain_shard.errors import ShardingError
 from grain_shard.sharding.sharding_tree import ShardingTree
@@ -51,7 +50,7 @@ class ShardByMesh(grain.sharding.ShardOptions):
                 " .shard_to.",
             )
         super().__init__(
-            shard_index=slices.index(layouts[jax.process_index()].shards),
+            shard_index=slices.index(target.layout().shards),
             shard_count=len(slices),
             drop_remainder=drop_remainder,
         )
