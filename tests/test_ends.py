@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.errors import AgreementError
+from grain_shard.errors import AgreementError, ShardingError
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.padding import Padding
@@ -26,12 +26,12 @@ from tests.conftest import HANG_S, eventually
 from tests.on_hosts import KeyValues
 
 
-def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad"):
+def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad", placed=None):
     """A host's batches, up to the end that it agrees on with the others."""
     options, same = {"name": "grain-shard-test"}, lambda item: item
     read = in_background(same, Items(iter(batches)), buffer_size=buffer_size, **options)
     return AgreedEnd(
-        in_background(same, read, buffer_size=1, **options),
+        in_background(same, read if placed is None else Items(placed), buffer_size=1, **options),
         read,
         rounds or KeyValues().rounds(0, 1),
         remainder=remainder,
@@ -110,6 +110,20 @@ def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_i
     goes_on.set()
     batches.close()
     assert in_time == [True]
+
+
+def test_an_error_of_a_comparison_comes_in_place_of_the_end():
+    """Records are compared beside the first batch. A stream may end with that batch."""
+
+    def compared():
+        yield "batch"
+        raise ShardingError("another thread read another value", remedy="hold a lock")
+
+    batches = agreed(["batch"], placed=compared())
+    assert next(batches) == "batch"
+    with pytest.raises(ShardingError, match="another value"):
+        next(batches)
+    batches.close()
 
 
 def test_the_last_exchange_is_waited_for_where_the_data_end(monkeypatch):

@@ -264,6 +264,11 @@ class AgreedEnd(Producer[T]):
             with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:
                     self._agreed = next(self._voting)
+        except StopIteration:
+            own = self._read.known()
+            if own.end is not None and own.results <= taken:
+                next(self._placed)  # raises its end, which may be an error of a later comparison
+            raise
         finally:
             self._votes.loop_waits(False)
 
