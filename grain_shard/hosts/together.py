@@ -222,7 +222,8 @@ class Together:
                 stopped=lambda: self._is_closed or alarm.all_know,
                 patience=LOOPS_MAY_TAKE,  # a host may first write a large model
             )
-        self._rounds.forget(_SAVE.format(save - 1))
+        # A host that answers may still wait for the verdict of the save before, in another thread.
+        self._rounds.forget(_SAVE.format(save - 2))
         self.check()
 
     def wait_until_written(self, save: int) -> None:
@@ -237,7 +238,7 @@ class Together:
         if self._rounds is not None:
             self._rounds.put(_WRITTEN.format(save), True)
             self._rounds.verdict(_WRITTEN.format(save), lambda answers: True)
-            self._rounds.forget(_WRITTEN.format(save - 1))
+            self._rounds.forget(_WRITTEN.format(save - 2))
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
