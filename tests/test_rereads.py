@@ -331,6 +331,20 @@ def test_a_random_or_right_source_is_no_error(kind, name, caplog):
         assert not [line for line in caplog.messages if "holds text" not in line]
 
 
+def test_an_error_of_a_later_batch_comes_after_the_batches_before_it():
+    """The random leaf makes the comparison wait until the readers have stopped, at that error."""
+
+    def record(i):
+        if i == 28:
+            raise OSError("gone")
+        return {"id": i, "x": random.random()}
+
+    batches = iter(grain.MapDataset.range(800).map(record).batch(8).shard_to(data_mesh(4)))
+    assert ids(itertools.islice(batches, 3)) == [[*range(8)], [*range(8, 16)], [*range(16, 24)]]
+    with pytest.raises(OSError, match="gone"):
+        next(batches)
+
+
 def test_records_of_a_random_source_are_named_once(caplog):
     ds = grain.MapDataset.range(64).map(lambda i: {"id": i, "x": random.random()}).batch(8)
     ds = ds.shard_to(data_mesh(4))

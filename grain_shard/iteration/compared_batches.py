@@ -19,9 +19,6 @@ from grain_shard.threads.background import Background
 from grain_shard.threads.tasks import Producer
 from grain_shard.trees import Batch
 
-# The longest wait, in seconds, until no thread reads, before records that differ are read again.
-_IDLE_S = 30.0
-
 
 class Reread(NamedTuple):
     """The records that are read again, and the maker of the batches.
@@ -93,11 +90,7 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
 
     def _compare(self, maker: Maker, sample: Sample, given: Mapping[int, Leaves]) -> None:
         stage, contents = self._batches, self._contents
-
-        def wait_until_idle() -> None:
-            stage.wait_for(lambda: stage.is_idle, _IDLE_S)
-
-        random = compare(sample, given, maker, wait_until_idle)
+        random = compare(sample, given, maker, stage.wait_until_idle)
         contents.is_reread |= maker.has_threads and not sample.is_stopped
         if random is not None and not (sample.is_stopped or contents.why_not):
             logging.warning(

@@ -21,6 +21,9 @@ from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Items, Known, Producer, Raised, Task
 
+# The longest wait, in seconds, until no thread works.
+_IDLE_S = 30.0
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -61,12 +64,6 @@ class Background(Producer[T]):
     def taken(self) -> int:
         """Number of results that were taken."""
         return self._results.taken
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no thread works, because the buffer is full or all tasks are done."""
-        results = self._results
-        return results.ready >= results.begun and (self._crew.is_over or results.is_full)
 
     def start(self) -> None:
         """Starts the threads; a second call does nothing."""
@@ -111,6 +108,18 @@ class Background(Producer[T]):
         if came and not has_come():
             cast(Raised, self._results.final).throw()
         return came
+
+    def wait_until_idle(self) -> None:
+        """Waits until no thread works: the buffer is full, or all threads have ended.
+
+        It waits 30 seconds at most.
+        """
+        results = self._results
+
+        def is_idle() -> bool:
+            return self._crew.has_no_thread or (results.is_full and results.ready >= results.begun)
+
+        self.wait_for(is_idle, _IDLE_S)
 
     @property
     def _has_ended(self) -> bool:
