@@ -108,7 +108,10 @@ class TestAnotherBatchSize:
     )
     def test_it_goes_on_with_the_next_record(self, sizes, stop_after, then, lengths, options):
         seen, state = after(sharded(sizes, **{**options, "num_workers": 0}), stop_after)
-        rest = going_on(sharded(then, **options), state)
+        ds = sharded(then, **options)
+        rest = going_on(ds, state)
+        # Hosts know by this number that a host has come to the end.
+        assert ds.host.open(ds.host.from_state(state)).total == stop_after + len(rest)
         everything = in_order(options.get("num_records", 58), options.get("epochs", 1))
         assert flat(seen + rest) == everything
         assert [len(batch) for batch in rest] == lengths

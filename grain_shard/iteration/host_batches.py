@@ -39,6 +39,8 @@ class Opened(NamedTuple):
     Attributes:
         position: The position before the first batch.
         batches: The pairs (host batch, position after it).
+        total: Number of all batches, with those before the position; None if it is not known. After
+            a restore it may differ from `HostBatches.num_batches`, which has no other batch size.
         first_digest: Returns the digest of the first whole batch, if every host reads the same
             whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
@@ -48,6 +50,7 @@ class Opened(NamedTuple):
 
     position: Position
     batches: Background[tuple[Batch, Position]]
+    total: int | None = None
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts

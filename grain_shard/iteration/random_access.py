@@ -146,7 +146,8 @@ class RandomAccess(HostBatches):
     def open(self, position: Progress | None) -> Opened:
         start = self._batching.cuts.progress(0) if position is None else position
         batching = self._batching.beginning_at(start)
-        cuts, indices = batching.cuts, range(start.step, batching.num_batches())
+        cuts, total = batching.cuts, batching.num_batches()
+        indices = range(start.step, total)
         settings, rules = self._settings, self._settings.fault_rules
         faults, buffer_size = Faults(rules), settings.cpu_buffer_size
 
@@ -172,7 +173,7 @@ class RandomAccess(HostBatches):
             in_threads = isinstance(settings.executor, ThreadPoolExecutor)
             name = f"the executor {type(settings.executor).__name__}"
             again = reread(name, elsewhere=not in_threads, has_threads=in_threads)
-            return Opened(start, batches, faults=faults.counts, rereads=again)
+            return Opened(start, batches, total, faults=faults.counts, rereads=again)
         if settings.num_workers and indices:
             of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
             workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
@@ -188,7 +189,7 @@ class RandomAccess(HostBatches):
             # shared memory of the workers.
             batches = in_background(taken, workers, buffer_size=1, name=THREAD)
             again = reread("a worker process", elsewhere=True, has_threads=False)
-            return Opened(start, batches, faults=faults.counts, rereads=again)
+            return Opened(start, batches, total, faults=faults.counts, rereads=again)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
         reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
@@ -200,7 +201,7 @@ class RandomAccess(HostBatches):
         # A source that only one thread may read must not be read again by another thread.
         several = settings.num_threads != 1
         again = reread("a reading thread", elsewhere=False, has_threads=True) if several else []
-        return Opened(start, batches, reads=threads, faults=faults.counts, rereads=again)
+        return Opened(start, batches, total, reads=threads, faults=faults.counts, rereads=again)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))
