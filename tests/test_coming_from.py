@@ -235,8 +235,10 @@ def read_options(mesh):
             return str(iterator.stats().read_threads), ds.settings.cpu_buffer_size
 
     assert threads_and_buffer((8, 32)) == ("8", 32)
-    assert threads_and_buffer((15, 500)) == ("15", 500)
-    assert threads_and_buffer((16, 499)) == ("16", 499)
+    # Grain fills in 16 and 500, so these are no wish.
+    assert threads_and_buffer((15, 500)) == ("15", 4)
+    assert threads_and_buffer((16, 499))[1] == 499
+    assert threads_and_buffer((0, 500)) == ("1", 4)
     assert threads_and_buffer((8, 32), num_threads=2) == ("2", 32)
     assert threads_and_buffer((8, 32), cpu_buffer_size=3) == ("8", 3)
-    assert threads_and_buffer((16, 500))[1] == 4  # Grain's defaults are no wish
+    assert threads_and_buffer((16, 500))[1] == 4

@@ -210,6 +210,36 @@ def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_on
     assert max(ahead) <= 60  # of Grain alone it would be up to 500 of each stream
 
 
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [({}, None), ({"num_threads": 0}, 1), ({"num_threads": 1}, 1), ({"num_threads": 32}, 32)],
+)
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_a_stream_is_ahead_by_a_few_batches_whatever_its_threads(options, threads, is_filtered):
+    made, alone, inside = [], [], threading.Lock()
+
+    def record(i):
+        alone.append(inside.acquire(blocking=False))
+        made.append(i)
+        if alone[-1]:
+            time.sleep(2e-5)
+            inside.release()
+        return {"id": np.int32(i)}
+
+    records = grain.MapDataset.range(1000).map(record)
+    records = records.filter(lambda r: True) if is_filtered else records
+    ds = records.to_iter_dataset(grain.ReadOptions(**options)).filter(lambda r: True).batch(4)
+    expected, ahead = [batch["id"].tolist() for batch in ds], []
+    made.clear()
+    alone.clear()
+    with iter(ds.shard_to(data_mesh(1))) as batches:
+        for number, batch in enumerate(batches):
+            assert batch["id"].tolist() == expected[number]
+            ahead.append(len(made) - 4 * number)
+    assert max(ahead) <= 100  # of Grain alone it would be up to 500
+    assert threads != 1 or all(alone)
+
+
 def test_the_reads_of_an_interleave_are_tried_again():
     tries = collections.Counter()
 

@@ -10,6 +10,7 @@ import decimal
 import json
 import re
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,24 @@ def test_threads_and_tasks_are_in_the_contexts_of_the_loop(name, executor):
     assert seen(iterator) == here, "also after a restore elsewhere"
     assert {int(sees())} != here
     assert seen(sharded(executor=executor)) != here, "the executor's threads are as before"
+
+
+def test_a_thread_that_has_ended_is_not_taken_for_a_new_one():
+    """The system gives the number of a thread that has ended to the next one."""
+    iterators = []
+
+    def opens():
+        with of_the_user():
+            ds = KINDS["random access"](lambda i: {"seen": np.int64(value_of_the_user())})
+            iterators.append(iter(ds.shard_to(jax.devices()[0], remainder="drop")))
+
+    thread = threading.Thread(target=opens)
+    thread.start()
+    thread.join()
+    with iterators[0] as batches:
+        seen = {int(x) for batch in batches for x in np.asarray(batch["seen"])}
+    with of_the_user():
+        assert seen == {value_of_the_user()}
 
 
 # Its flag is defined in a worker when the functions of the pipeline arrive.

@@ -255,7 +255,8 @@ def below_read_ahead(
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # a node of these two types changes no element
-    return read_ahead(ds)
+    found = read_ahead(ds)
+    return None if found is None or is_filtered(found[0]) else found
 
 
 def read_ahead(
@@ -264,15 +265,13 @@ def read_ahead(
     """Finds the `MapDataset` of a node that ``.to_iter_dataset(read_options)`` returned.
 
     Returns:
-        The `MapDataset` and the read options. None for any other node, and for a `MapDataset` with
-        a filter.
+        The `MapDataset` and the read options; None for any other node.
     """
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
     (parent,) = ds.parents
     assert isinstance(parent, grain.MapDataset)
-    options = getattr(ds, "_read_options", None) or grain.ReadOptions()
-    return None if is_filtered(parent) else (parent, options)
+    return parent, getattr(ds, "_read_options", None) or grain.ReadOptions()
 
 
 def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:

@@ -121,7 +121,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __repr__(self) -> str:
         axes = describe_mesh(self._parts.placer.mesh_axes)  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
-        begun = "under way" if self._at.run.has_begun else "not begun"
+        begun = "under way" if self._at.run.is_started else "not begun"
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 

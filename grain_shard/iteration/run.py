@@ -68,11 +68,13 @@ class Run:
         self.end: Raised | None = None
         num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
         self.together: Together = Together(
-            parts.across, num_before, host.num_batches(), lambda: faults().retries
+            parts.across, num_before, opened.total, lambda: faults().retries
         )
         # The threads refer to `place` and not to self: a thread that refers to self would keep the
         # run from being collected.
-        place = Placing(parts.placer, meter, self.begins_at, keeps_last=host.ends_by_vote)
+        # A single host makes no batches of padding, because no other stream ends later.
+        keeps_last = host.ends_by_vote and parts.across is not None
+        place = Placing(parts.placer, meter, self.begins_at, keeps_last=keeps_last)
         compared = ComparedBatches(opened.batches, opened.rereads, host.contents, faults)
         self._placed: Background[Placed] = in_background(
             place,
@@ -103,11 +105,6 @@ class Run:
         """Stops the background threads and waits for them. An interrupted call may be repeated."""
         self.together.close()
         self.stage.close()
-
-    @property
-    def has_begun(self) -> bool:
-        """True if a background thread was started."""
-        return bool(self._placed.threads)
 
     @property
     def is_running(self) -> bool:
@@ -174,7 +171,12 @@ class Run:
         fields = {**host.next_batch(position), **placer.describe(), CONTENTS: by_record}
         if first_digest := self._first_digest():
             fields[FIRST_BATCH] = first_digest
-        agreed = self.together.compare(fields, placer.digest, contents.is_steady)
+
+        def is_steady() -> bool:
+            self._batches.wait_until_idle()  # the source may be for one thread at a time
+            return contents.is_steady()
+
+        agreed = self.together.compare(fields, placer.digest, is_steady)
         if contents.digest and not agreed:
             contents.leave_out()
         contents.digest = agreed
