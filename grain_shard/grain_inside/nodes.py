@@ -281,7 +281,7 @@ def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
     none, and to buffer 500 batches would take too much memory.
     """
     default = grain.ReadOptions()
-    threads, size = options.num_threads, options.prefetch_buffer_size
+    threads, size = int(options.num_threads), int(options.prefetch_buffer_size)
     return (
         None if threads == default.num_threads else max(1, threads),
         None if size == default.prefetch_buffer_size else max(1, size),
@@ -298,7 +298,7 @@ def read_by_threads(ds: grain.MapDataset | grain.IterDataset) -> grain.MapDatase
     """Returns the `MapDataset` that several threads read for a stream; None if there is none."""
     if (found := read_ahead(ds)) is not None:
         records, options = found
-        return records if len(records) and options.num_threads > 1 else None
+        return records if len(records) and int(options.num_threads) > 1 else None
     return next(filter(None, map(read_by_threads, ds.parents)), None)
 
 

@@ -170,7 +170,7 @@ class StreamIterator(grain.DatasetIterator):
         position, streams = self._position, self._streams
         if streams.why_unsaved:
             # As it is: the loop may never save it, and a save says what cannot be saved.
-            return next(iter(position.states().values()))
+            return dict(next(iter(position.states().values())))
         return position.to_state(streams, streams.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:

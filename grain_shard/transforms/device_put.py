@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import grain
 import jax
@@ -18,13 +17,12 @@ from grain_shard.iteration.settings import Settings
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import read_by_several
+from grain_shard.reading.plan import P
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage
-
-D = TypeVar("D", RowMapDataset, StreamDataset)
 
 
 class DevicePut(Settings, Stage):
@@ -53,7 +51,7 @@ class DevicePut(Settings, Stage):
             ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
                 no mask.
         """
-        ds = self._of_host(ds)
+        ds = ds.after(self._of_host(ds.plan))
         settings, rules, batching = self, self.fault_rules, ds.plan
         if rules.masks:
             _check_can_leave_out(ds)
@@ -83,9 +81,8 @@ class DevicePut(Settings, Stage):
         streams = ds.streams
         streams.check_options(self)
         yields, layouts = streams.yields(self), self.shardings.layouts()
-        if yields != LOCAL:
-            ds = self._of_host(ds)
-        rows = ds.plan.with_own_arrays()
+        rows = ds.plan if yields == LOCAL else self._of_host(ds.plan)
+        rows = rows.with_own_arrays()
         rows.check_hosts(layouts)
         options = StreamOptions(
             self.num_threads,
@@ -98,9 +95,9 @@ class DevicePut(Settings, Stage):
         size = rows.unpadded_size if yields != LOCAL else None
         return self._sharded(ds, HostStreams(ds, options, yields, saved), lambda: size)
 
-    def _of_host(self, ds: D) -> D:
-        """Keeps this host's rows of whole batches. A `ShardBatch` before this stage has done so."""
-        return ds if ds.plan.layout else ds.after(ds.plan.of_host(self.shardings.layout()))
+    def _of_host(self, plan: P) -> P:
+        """Returns the plan for this host's rows, which a `ShardBatch` may have chosen before."""
+        return plan if plan.layout else plan.of_host(self.shardings.layout())
 
     def _sharded(
         self,
