@@ -277,14 +277,18 @@ def read_ahead(
 def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
     """Returns the number of threads and the buffer size of read options, at least 1 each.
 
-    None stands for a number that is Grain's default. Grain fills in the defaults if the user gave
-    none, and to buffer 500 batches would take too much memory.
+    None stands for a number that the user has not set. Grain then fills in its default, and to
+    buffer 500 batches would take too much memory.
     """
+
+    def set_by_user(number: Any, default: Any) -> int | None:
+        # In place of a number, Grain takes a parameter that it is to tune, which sets none.
+        return max(1, number) if isinstance(number, int) and number != default else None
+
     default = grain.ReadOptions()
-    threads, size = int(options.num_threads), int(options.prefetch_buffer_size)
     return (
-        None if threads == default.num_threads else max(1, threads),
-        None if size == default.prefetch_buffer_size else max(1, size),
+        set_by_user(options.num_threads, default.num_threads),
+        set_by_user(options.prefetch_buffer_size, default.prefetch_buffer_size),
     )
 
 
@@ -298,7 +302,7 @@ def read_by_threads(ds: grain.MapDataset | grain.IterDataset) -> grain.MapDatase
     """Returns the `MapDataset` that several threads read for a stream; None if there is none."""
     if (found := read_ahead(ds)) is not None:
         records, options = found
-        return records if len(records) and int(options.num_threads) > 1 else None
+        return records if len(records) and options.num_threads not in (0, 1) else None
     return next(filter(None, map(read_by_threads, ds.parents)), None)
 
 

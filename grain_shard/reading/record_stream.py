@@ -31,13 +31,17 @@ class RecordStream(grain.IterDataset):
     """
 
     def __init__(
-        self, reads: SharedReads, feed: int | None, records: grain.MapDataset, options: Any
+        self,
+        reads: SharedReads,
+        feed: int | None,
+        records: grain.MapDataset,
+        options: grain.ReadOptions,
     ):
         super().__init__(records)
         self.reads: SharedReads = reads
         self.feed: int | None = feed
         self.records: grain.MapDataset = records
-        self.ahead: bool = min(options.num_threads, options.prefetch_buffer_size) > 0
+        self.ahead: bool = 0 not in (options.num_threads, options.prefetch_buffer_size)
 
     def __iter__(self) -> RecordIterator:
         return RecordIterator(self)
