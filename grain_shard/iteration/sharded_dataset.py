@@ -124,7 +124,7 @@ class ShardedDataset(grain.IterDataset):
         The batches are the same as with ``.batch(B).repeat(n)``, grouped by epoch::
 
             with ds.epochs(30) as epochs:
-                for epoch, batches in enumerate(epochs):
+                for batches in epochs:  # batches.epoch is the number of the epoch
                     for batch in batches:
                         ...
 
