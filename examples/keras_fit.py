@@ -20,8 +20,7 @@ import keras
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-import grain_shard  # noqa: F401 (it gives datasets the method .shard_to)
-from grain_shard.errors import StateError
+import grain_shard
 
 GLOBAL_BATCH_SIZE, EPOCHS = 128, 5  # the batch of all hosts together
 
@@ -49,15 +48,22 @@ class Save(keras.callbacks.Callback):
 
     Args:
         path: The file, which host 0 writes.
-        data: The result of `restore`, by which a later run finds out if its pipeline is the same.
+        data: The first result of `restore`: a later run finds out if its pipeline is the same.
+        step: Number of batches that the run has had, the position in the data.
         every: Number of steps between two saves within an epoch.
     """
 
-    def __init__(self, path, data, every):
+    def __init__(self, path, data, step, every):
         super().__init__()
-        self.path, self.data, self.every = path, data, every
+        self.path, self.data, self.step, self.every = path, data, step, every
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.step_before = self.step
 
     def on_train_batch_end(self, batch, logs=None):
+        # The iterations of an optimizer are no such count: with `gradient_accumulation_steps` or a
+        # `LossScaleOptimizer`, not every batch makes an update.
+        self.step = self.step_before + batch + 1
         if (batch + 1) % self.every == 0:
             self.save()
 
@@ -69,24 +75,24 @@ class Save(keras.callbacks.Callback):
         if jax.process_index() == 0:
             values = [np.asarray(variable.value) for variable in variables(self.model)]
             new = self.path.with_suffix(".new")
-            new.write_bytes(pickle.dumps({"values": values, "data": self.data}))
+            run = {"values": values, "data": self.data, "step": self.step}
+            new.write_bytes(pickle.dumps(run))
             new.replace(self.path)  # so that a kill leaves the old file or the new one
 
 
 def restore(model, ds, path):
     """Restores the last save, if there is one.
 
-    The position in the data is the number of steps, which is a variable of the optimizer.
-
     Returns:
-        The state of the pipeline after its first batch, and its batch size. Each save gets both: a
-        later run compares them with its own.
+        The state of the pipeline after its first batch, and its batch size, in a dict. Each save
+        gets it: a later run compares it with its own. And the number of batches before the save.
 
     Raises:
-        grain_shard.errors.StateError: The pipeline is not the one of the save.
+        grain_shard.StateError: The pipeline is not the one of the save.
         SystemExit: Its batch size is not the same, or the variables of the model or its optimizer
             have other shapes.
     """
+    step = 0
     model.optimizer.build(model.trainable_variables)  # it has no variables before
     with iter(ds.shard_to(keras_mesh(), jax.P("batch"))) as batches:
         size = int(next(batches)["valid_mask"].sum())
@@ -96,7 +102,7 @@ def restore(model, ds, path):
             try:
                 batches.set_state(saved["data"]["state"])
                 next(batches)  # compares the records with those of the save
-            except StateError as error:
+            except grain_shard.StateError as error:
                 error.add_note(f"{path} is of another pipeline. For a new run, move it away.")
                 raise
             if (old := saved["data"]["batch size"]) != size:
@@ -106,23 +112,24 @@ def restore(model, ds, path):
                 sys.exit(f"{path} is of a run with another model or optimizer")
             for variable, value in zip(variables(model), saved["values"], strict=True):
                 variable.assign(value)
-    return data
+            step = saved["step"]
+    return data, step
 
 
 def train(model, ds, test_ds, folder, epochs, save_every=20):
     """Trains on from the last save in a folder, which may have been made within an epoch.
 
     Each dataset is a `grain.MapDataset` and ends in `.batch(GLOBAL_BATCH_SIZE)`, without `.repeat`.
-    An epoch is a pass of `ds`. All hosts must see the folder.
+    An epoch is a pass of `ds`. All hosts must see the folder. Returns the number of steps so far.
     """
     if len(ds) > 2**32:
         sys.exit("the dataset ends in .repeat: leave it out, because an epoch is a pass of it")
     path = folder / "run.pickle"
-    save = Save(path, restore(model, ds.repeat(), path), save_every)
+    save = Save(path, *restore(model, ds.repeat(), path), save_every)
 
     def fit(first_epoch, last_epoch, num_steps):
         model.fit(
-            host_rows(ds.repeat()[int(model.optimizer.iterations) :]),
+            host_rows(ds.repeat()[save.step :]),
             shuffle=False,  # the pipeline has shuffled. With True, Keras warns that it does not
             steps_per_epoch=num_steps,
             initial_epoch=first_epoch,
@@ -133,12 +140,13 @@ def train(model, ds, test_ds, folder, epochs, save_every=20):
             verbose=2 if jax.process_index() == 0 else 0,
         )
 
-    epoch, steps_done = divmod(int(model.optimizer.iterations), len(ds))
+    epoch, steps_done = divmod(save.step, len(ds))
     if steps_done:  # the rest of the epoch
         fit(epoch, epoch + 1, len(ds) - steps_done)
         epoch += 1
     if epoch < epochs:
         fit(epoch, epochs, len(ds))
+    return save.step
 
 
 def predict(model, ds):
@@ -191,13 +199,13 @@ def main():
     keras.distribution.set_distribution(distribution)  # before the model is made
     keras.utils.set_random_seed(0)  # or each host would begin with other weights
     model, (train_ds, test_ds) = make_model(), make_datasets()
-    train(model, train_ds, test_ds, args.checkpoint_dir, args.epochs)
+    step = train(model, train_ds, test_ds, args.checkpoint_dir, args.epochs)
     steps = {"steps": len(test_ds), "verbose": 0, "return_dict": True}
     evaluated = model.evaluate(host_rows(test_ds), **steps)
     labels = predict(model, test_ds).argmax(axis=1)
     if jax.process_index() == 0:
         print({name: round(value, 4) for name, value in evaluated.items()})
-        print(f"{len(labels)} predictions, step {int(model.optimizer.iterations)}")
+        print(f"{len(labels)} predictions, step {step}")
 
 
 if __name__ == "__main__":

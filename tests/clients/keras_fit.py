@@ -105,7 +105,7 @@ def run(job):
 
 
 def check_script(check, rehearsed, folder):
-    """The whole script: on 2 hosts, continued on 1; with another batch size; with unlike seeds."""
+    """The whole script: continued on 1 host; with fewer updates than batches; what it refuses."""
 
     def run(script, hosts, epochs, checkpoints):
         words = [str(script), "--distributed", "--checkpoint-dir", str(folder / checkpoints)]
@@ -122,6 +122,14 @@ def check_script(check, rehearsed, folder):
         last = done.outputs[0].strip().splitlines()[-1]
         wanted = f"500 predictions, step {36 * epochs}"
         check(f"the script on {hosts}", done.exit_code == 0 and last == wanted, last)
+    # An update every five batches, and an epoch has 36: the stop is between two updates.
+    accumulated = changed("accumulated.py", r"(?<=Adam\(0\.01)", ", gradient_accumulation_steps=5")
+    ends = {}
+    for epochs, checkpoints in ((1, "stopped"), (2, "stopped"), (2, "in one go")):
+        done = run(accumulated, 1, epochs, checkpoints)
+        ends[checkpoints] = done.outputs[0].strip().splitlines()[-2:]  # metrics; the step
+    same = ends["stopped"] == ends["in one go"] and ends["stopped"][-1].endswith(" step 72")
+    check("gradients accumulated over batches", same, ends)
     for name, pattern, replacement, refusal in (
         (
             "batch_size.py",
