@@ -3,7 +3,7 @@
 A small decoder learns to predict the bytes of Python's documentation and of Python's own source.
 Up to record 200 it reads three times as much documentation as source, and then as much of both.
 From step 8 on batches are twice as large. The step cuts each batch into four microbatches. On
-one host, with eight virtual CPU devices:
+one host, with its accelerators or eight virtual CPU devices:
 
     python examples/changing_run.py --checkpoint-dir /tmp/uninterrupted
 
@@ -18,12 +18,12 @@ command draws its losses over those of the first run:
         --against /tmp/uninterrupted
 
 Each run writes its losses to losses.json in its folder. The losses of both runs are equal up to
-rounding. A run takes half a minute, and needs no network and no accelerator.
+rounding. A run takes half a minute, and needs no network and no accelerator. It saves at its end
+only.
 """
 
 import argparse
 import inspect
-import itertools
 import json
 import os
 import pydoc_data.topics
@@ -137,7 +137,8 @@ def train_step(model, optimizer, batch):
 def train(directory, stop):
     """Trains up to the step `stop`, from the last checkpoint if there is one.
 
-    Returns the step at which training started, and the losses of the steps after it.
+    The only checkpoint is made at its end. Returns the step at which training started, and the
+    losses of the steps after it.
     """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     with (
@@ -151,10 +152,7 @@ def train(directory, stop):
             state = ocp.args.StandardRestore(nnx.state((model, optimizer)))
             items = ocp.args.Composite(state=state, data=CheckpointRestore(batches))
             nnx.update((model, optimizer), checkpoints.restore(start, args=items).state)
-        losses = [
-            float(train_step(model, optimizer, batch))
-            for batch in itertools.islice(batches, stop - start)
-        ]
+        losses = [float(train_step(model, optimizer, next(batches))) for _ in range(start, stop)]
         if losses:
             state = ocp.args.StandardSave(nnx.state((model, optimizer)))
             items = ocp.args.Composite(state=state, data=CheckpointSave(batches))
@@ -199,8 +197,7 @@ def main():
     if args.distributed:
         jax.distributed.initialize()
     else:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 8)
+        jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
     directory = args.checkpoint_dir.resolve()
     start, losses = train(directory, args.steps)
     if jax.process_index() == 0:

@@ -1,8 +1,8 @@
 """A language model, with packed text as feeds, a mesh with Explicit axes, and microbatches.
 
 A small decoder learns to predict the bytes of NumPy's docstrings. Rows are sharded over the `data`
-axis of the mesh, and heads and hidden units over its `tensor` axis. On one host, with eight virtual
-CPU devices, it takes about a minute:
+axis of the mesh, and heads and hidden units over its `tensor` axis. On one host, with its
+accelerators or eight virtual CPU devices, it takes about a minute:
 
     python examples/language_model.py --checkpoint-dir /tmp/language
 
@@ -17,7 +17,6 @@ For text of your own, replace the function `documents`, and `np.frombuffer` by y
 
 import argparse
 import inspect
-import itertools
 import json
 import os
 from pathlib import Path
@@ -154,46 +153,48 @@ def train_step(params, optimizer_state, batch):
 
 
 def train(directory, stop):
-    """Trains from the last checkpoint up to a step. Returns the step it began at, and losses."""
-    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))  # Explicit axes
-    options = ocp.CheckpointManagerOptions(save_interval_steps=SAVE_EVERY)
+    """Trains from the last checkpoint up to a step. Writes the loss of each step into a file."""
+    tensor = 2 - jax.device_count() % 2  # 1 with an odd number of devices, as on a single GPU
+    mesh = jax.make_mesh((jax.device_count() // tensor, tensor), ("data", "tensor"))  # Explicit
+    file = directory / "losses.json"
     with (
         jax.set_mesh(mesh),
-        ocp.CheckpointManager(directory / "checkpoints", options=options) as checkpoints,
+        ocp.CheckpointManager(directory / "checkpoints") as checkpoints,
         iter(make_batches(mesh)) as batches,
     ):
         state, losses, start = create(), [], checkpoints.latest_step() or 0
         if start:
             items = {"state": ocp.args.StandardRestore(state), "data": CheckpointRestore(batches)}
             state = checkpoints.restore(start, args=ocp.args.Composite(**items)).state
-        for step, batch in enumerate(itertools.islice(batches, stop - start), start + 1):
-            *state, loss = train_step(*state, batch)
+            losses = json.loads(file.read_text())[:start]
+        for step in range(start + 1, stop + 1):
+            *state, loss = train_step(*state, next(batches))
             losses.append(loss)
+            if step % SAVE_EVERY and step < stop:
+                continue
+            losses = [float(loss) for loss in losses]
+            if jax.process_index() == 0:
+                file.write_text(json.dumps(losses))  # first: it has each step of a checkpoint
+                print(f"step {step:3} of {stop}: loss {losses[-1]:.4f}", flush=True)
             items = {"state": ocp.args.StandardSave(tuple(state)), "data": CheckpointSave(batches)}
-            checkpoints.save(step, args=ocp.args.Composite(**items), force=step == stop)
-            if step % SAVE_EVERY == 0 and jax.process_index() == 0:
-                print(f"step {step:3} of {stop}: loss {float(loss):.4f}", flush=True)
-    return start, [float(loss) for loss in losses]
+            checkpoints.save(step, args=ocp.args.Composite(**items))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def make_parser(text):
+    parser = argparse.ArgumentParser(description=text.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="last step (default: 300)")
     parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
     parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
-    args = parser.parse_args()
+    return parser
+
+
+def main(args):
     if args.distributed:
         jax.distributed.initialize()
     else:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 8)
-    directory = args.checkpoint_dir.resolve()
-    start, losses = train(directory, args.steps)
-    if jax.process_index() == 0:
-        file = directory / "losses.json"
-        before = json.loads(file.read_text())[:start] if start else []
-        file.write_text(json.dumps(before + losses))
+        jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
+    train(args.checkpoint_dir.resolve(), args.steps)
 
 
 if __name__ == "__main__":
-    main()
+    main(make_parser(__doc__).parse_args())

@@ -6,8 +6,6 @@ The file holds uint16 tokens, each below 256 for this small model. The file is m
 and rows are read from there in a shuffled order. The rest of the script is language_model.py.
 """
 
-import sys
-
 import grain
 import jax.numpy as jnp
 import language_model as model
@@ -50,6 +48,8 @@ def train_step(params, optimizer_state, batch, step=model.train_step):
 
 
 if __name__ == "__main__":
-    file = sys.argv.pop(1)
-    model.make_batches, model.train_step = batches_of(file), train_step
-    model.main()
+    parser = model.make_parser(__doc__)
+    parser.add_argument("file", help="uint16 tokens")
+    args = parser.parse_args()
+    model.make_batches, model.train_step = batches_of(args.file), train_step
+    model.main(args)

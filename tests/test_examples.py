@@ -87,7 +87,7 @@ def test_on_2_hosts_and_continued_on_1_the_losses_are_those_of_1_without_a_stop(
 
     run_on(2, script, tmp_path, *data, option, part)
     before = losses_in(tmp_path)
-    run_here(script, tmp_path, *data, option, whole)
+    run_here(script, tmp_path, option, whole, *data)
     continued = losses_in(tmp_path)
     assert 0 < len(before) < len(continued)
     assert continued[: len(before)] == before
@@ -95,6 +95,33 @@ def test_on_2_hosts_and_continued_on_1_the_losses_are_those_of_1_without_a_stop(
 
     run_here(script, tmp_path, *data, option, whole)  # nothing is left to do
     assert losses_in(tmp_path) == continued
+
+
+STOPPED = """
+import sys
+sys.path.insert(0, {examples!r})
+import language_model as example
+example.SAVE_EVERY, train_step, steps = 2, example.train_step, iter(range(5))
+def until_stopped(*args):
+    if next(steps, None) is None:
+        sys.exit(7)
+    return train_step(*args)
+example.train_step = until_stopped
+example.main(example.make_parser(example.__doc__).parse_args())
+"""
+
+
+def test_a_language_model_that_was_stopped_between_two_checkpoints_goes_on(uninterrupted, tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED.format(examples=str(EXAMPLES)))
+    command = [sys.executable, tmp_path / "stopped.py", "--checkpoint-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
+    assert (tmp_path / "checkpoints" / "4").is_dir(), "5 steps were made"
+
+    for last_step in (12, 3):  # the second run has nothing to do
+        run_here(LANGUAGE_MODEL, tmp_path, "--steps", last_step)
+        expected = uninterrupted(LANGUAGE_MODEL, "--steps", 12)
+        np.testing.assert_allclose(losses_in(tmp_path), expected, rtol=1e-3)
 
 
 PROMISES = r"""
