@@ -57,7 +57,7 @@ def config(job):
 
 
 # recipe
-def batches_from(step, trainer, tokens):
+def batches_from(step, trainer, ds):
     """Replaces `trainer.data_loader(dataset).iter_from_step(step)`."""
     mapping, batch_name = trainer.compute_axis_mapping, trainer.config.batch_axis_name
     Batch = hax.Axis(batch_name, trainer.config.train_batch_size)
@@ -66,7 +66,7 @@ def batches_from(step, trainer, tokens):
     def examples(tokens):
         return hax.vmap(LmExample.causal, Batch)(hax.named(tokens, (Batch, Pos)), eos_id=EOS)
 
-    ds = grain.MapDataset.source(tokens).batch(Batch.size)
+    ds = ds.batch(Batch.size)
     ds = ds.shard_to(trainer.device_mesh, jax.P(mapping[batch_name]), mask_key=None)
     with iter(ds) as batches:
         batches.seek(int(step))
@@ -74,6 +74,15 @@ def batches_from(step, trainer, tokens):
 
 
 # end of recipe
+
+
+TRAIN = grain.MapDataset.source(grain_shard.ArraySource(TOKENS)).seed(0).shuffle()
+TEST = grain.MapDataset.source(grain_shard.ArraySource(TOKENS[:48]))
+
+
+def own(ds):
+    """Levanter's own dataset of the records of ours."""
+    return ListAsyncDataset([LmExample.causal(hax.named(row, Pos), eos_id=EOS) for row in ds])
 
 
 def run(job):
@@ -86,10 +95,9 @@ def run(job):
     with Trainer(given, optax.adam(1e-2), loss_function) as trainer:
         state = trainer.initial_state(key, model_init=lambda: MODEL.build(Vocab, key=model_key))
         if job.ours:
-            batches = batches_from(state.step, trainer, grain_shard.ArraySource(TOKENS))
+            batches = batches_from(state.step, trainer, TRAIN.repeat())
         else:
-            rows = [LmExample.causal(hax.named(row, Pos), eos_id=EOS) for row in TOKENS]
-            batches = trainer.data_loader(ListAsyncDataset(rows)).iter_from_step(state.step)
+            batches = trainer.data_loader(own(TRAIN)).iter_from_step(state.step)
 
         def noted():
             for batch in batches:
@@ -104,9 +112,9 @@ def run(job):
         trainer.train(state, noted())
         for _ in range(2):
             if job.ours:
-                job.evaluation(batches_from(0, trainer, grain_shard.ArraySource(TOKENS[:48])))
+                job.evaluation(batches_from(0, trainer, TEST))
             else:
-                job.evaluation(trainer.data_loader(ListAsyncDataset(rows[:48])))
+                job.evaluation(trainer.data_loader(own(TEST)))
 
 
 if __name__ == "__main__":

@@ -86,8 +86,7 @@ class Rows:  # a config with which MaxText packs and shifts rows, but does not b
 
 def sharded(make_iterator, batch_size, config, mesh, process_indices):
     def make_feed(feed):
-        # MaxText reads the part at this host's place in a list of hosts: here the feed's part.
-        hosts = [None] * feed.shard_count
+        hosts = [None] * feed.shard_count  # MaxText reads the part at this host's place in it
         hosts[feed.shard_index] = jax.process_index()
         return make_iterator(config, mesh, hosts)
 
@@ -99,6 +98,7 @@ def take_over(bins):  # bins: number of packing bins of each feed
     processing.format_and_batch = lambda ds, config, _, *args, **kwargs: format_and_batch(
         ds, Rows(config), bins, *args, **kwargs
     )
+    del multihost.MultiHostDataLoadIterator, grain_utility.for_restore  # an error if renamed
     multihost.MultiHostDataLoadIterator = lambda loader, *_, **__: loader
     for kind, size in (("train", "to_load"), ("eval", "to_load_eval")):
         name, size = f"make_grain_{kind}_iterator", f"global_batch_size_{size}"
