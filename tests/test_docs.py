@@ -56,6 +56,12 @@ def printed(code, folder, *arguments):
     return out
 
 
+def block_with(word, page):
+    """The one block of a page that has a word."""
+    (code,) = [code for _, code in BLOCK.findall((ROOT / page).read_text()) if word in code]
+    return code
+
+
 def scripts():
     """Every block that is no doctest and is to run: its page, its needs, and itself."""
     for page in PAGES:
@@ -92,6 +98,21 @@ def test_the_page_about_saving_goes_on_where_it_was_stopped(tmp_path):
         assert printed(code, tmp_path) == "30 613440.0\n"
 
 
+@pytest.mark.slow
+def test_the_page_about_saving_repeats_an_evaluation_in_which_it_was_stopped(tmp_path):
+    code, count = re.subn(
+        r"^        for batch in test_ds:",
+        "        print(batches.epoch, step)\n"
+        "        if batches.epoch == int(sys.argv[1]):\n            raise SystemExit\n\\g<0>",
+        "import sys\n" + block_with("test_ds", "docs/saving.md"),
+        flags=re.MULTILINE,
+    )
+    assert count == 1
+    assert printed(code, tmp_path, "1") == "0 6\n1 12\n"
+    assert printed(code, tmp_path, "-1") == "1 12\n2 18\n18 12015.0\n"
+    assert printed(code, tmp_path, "-1") == "18 12015.0\n"
+
+
 FEEDS = """\
     grain_shard.feeds(
         lambda feed: grain.MapDataset.range(640)[feed.shard_index :: feed.shard_count]
@@ -106,9 +127,16 @@ FEEDS = """\
 """
 
 
+REPEATED = r"\1.repeat(10000)\n"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", [r"\1.repeat(10000)\n", FEEDS], ids=["random access", "feeds"])
-def test_the_page_about_saving_is_preempted_on_two_hosts(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dataset", "trains_on"),
+    [(REPEATED, False), (FEEDS, False), (REPEATED, True)],
+    ids=["random access", "feeds", "saves in the background"],
+)
+def test_the_page_about_saving_is_preempted_on_two_hosts(dataset, trains_on, tmp_path, monkeypatch):
     """A host's whole process group gets SIGTERM, as SLURM does it; then the job starts again."""
     monkeypatch.chdir(tmp_path)
     _, code = BLOCK.findall((ROOT / "docs/saving.md").read_text())[0]
@@ -123,6 +151,15 @@ def test_the_page_about_saving_is_preempted_on_two_hosts(dataset, tmp_path, monk
     ):
         code, count = re.subn(line, new, code)
         assert count == 1, line
+    if trains_on:
+        manager = block_with("reached_preemption", "docs/many_hosts.md")
+        for line, new in (
+            (r"        manager\.wait_until_finished\(\).*\n", ""),
+            (r"folder = .*\n", manager + r"\g<0>"),
+            (r"ocp\.CheckpointManager\(folder\)", "Manager(folder)"),
+        ):
+            code, count = re.subn(line, new, code)
+            assert count == 1, line
     script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(code, '    ')}")
     steps = [0]
     for _ in range(2):
