@@ -18,7 +18,7 @@ from grain_shard.reading import read, reads
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Raised
-from tests.conftest import HANG_S, data_mesh, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
 
@@ -234,6 +234,24 @@ class TestLife:
         ds = batches(Source(80)).shard_to(data_mesh(2), num_threads=64)
         assert ids(ds) == in_order(80, 8)
         assert len(started) == 3
+
+    def test_an_interrupt_of_the_start_of_a_thread_leaves_no_thread(self, monkeypatch):
+        start, interrupts = threading.Thread.start, [KeyboardInterrupt()]
+
+        def interrupted(thread):
+            start(thread)
+            if thread.name.startswith("grain-shard-device") and interrupts:
+                try:
+                    raise interrupts.pop()
+                finally:
+                    raise RuntimeError("release unlocked lock")  # as Python does
+
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with iter(batches(Source(80)).shard_to(data_mesh(2))) as iterator:
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
+            assert ids(iterator) == in_order(80, 8)
+        assert not background_threads()
 
     @pytest.mark.parametrize("method", ["begun", "done"])
     def test_an_error_of_the_stage_itself_is_no_hang(self, method, monkeypatch):

@@ -122,7 +122,11 @@ class Crew:
         self._running += 1
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
+            if error.__context__ is not None:
+                # An interrupt of the wait for the start, which Python followed by an error of its
+                # own, "release unlocked lock". The thread runs.
+                raise error.__context__ from None
             self.threads.pop()
             self._running -= 1
             raise
