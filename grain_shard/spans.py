@@ -158,4 +158,5 @@ def recorded() -> Iterator[list[Span]]:
     try:
         yield spans
     finally:
-        _listeners.remove(spans)
+        # Not by `remove`, for which another recording with the same spans is equal.
+        del _listeners[next(i for i, listener in enumerate(_listeners) if listener is spans)]

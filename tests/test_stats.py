@@ -9,7 +9,7 @@ import pytest
 
 import grain_shard
 from grain_shard.measuring import Figures
-from grain_shard.spans import MAP, READ, counted_by, span
+from grain_shard.spans import MAP, READ, counted_by, recorded, span
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.stats.meter import Meter
 from tests.conftest import data_mesh, ids, numbered
@@ -116,6 +116,15 @@ def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(loop):
         loop.take(wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
     figures = loop.total()
     assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
+
+
+def test_a_recording_within_another_ends_alone():
+    with recorded() as outer:
+        with recorded() as inner, span(READ):
+            pass
+        with span(READ):
+            pass
+    assert (len(outer), len(inner)) == (2, 1)
 
 
 def test_a_span_counts_for_the_iterator_of_its_thread_alone(loop):
