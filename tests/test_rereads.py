@@ -68,7 +68,7 @@ KINDS = {
 def refusal(kind, source, **options):
     """Returns the error in place of the second batch. Ten runs do not all miss a race."""
     for _ in range(10):
-        with iter(KINDS[kind](source).shard_to(data_mesh(4), **options)) as batches:
+        with iter(KINDS.get(kind, kind)(source).shard_to(data_mesh(4), **options)) as batches:
             next(batches)
             try:
                 next(batches, None)
@@ -100,6 +100,33 @@ def test_the_ways_out_are_ways_out(options, tmp_path):
     source = OneFile(tmp_path / "records", 200)
     ds = KINDS["random access"](source).shard_to(data_mesh(4), **options)
     assert sorted(flat(ids(ds))) == list(range(200))
+
+
+def one_reader(source):
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=1))
+
+
+@pytest.mark.parametrize("num_threads", [None, 8])
+def test_a_part_of_a_stream_has_the_threads_of_its_read_options(num_threads, tmp_path):
+    source = grain.MapDataset.source(OneFile(tmp_path / "records", 400))
+    others = grain.MapDataset.range(400).map(lambda i: {"id": i, "x": np.full(1024, i, np.int32)})
+    mixed = grain.IterDataset.mix([one_reader(source), others.to_iter_dataset()])
+    for ds in (one_reader(source), mixed):
+        with iter(ds.batch(8).shard_to(data_mesh(4), num_threads=num_threads)) as batches:
+            for batch in batches:
+                np.testing.assert_array_equal(batch["x"][:, 0], batch["id"])
+
+
+def test_feeds_share_threads_whatever_their_read_options(tmp_path):
+    source = OneFile(tmp_path / "records")
+
+    def as_feeds(source):
+        def make_feed(feed):
+            return one_reader(grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count])
+
+        return feeds(make_feed, num_feeds=2).batch(64)
+
+    assert "one thread that reads alone" in refusal(as_feeds, source)
 
 
 def test_a_thread_pool_as_executor_reads_in_threads(tmp_path):

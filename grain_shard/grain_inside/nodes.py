@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -283,7 +284,8 @@ def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
 
     def set_by_user(number: Any, default: Any) -> int | None:
         # In place of a number, Grain takes a parameter that it is to tune, which sets none.
-        return max(1, number) if isinstance(number, int) and number != default else None
+        is_set = isinstance(number, numbers.Integral) and number != default
+        return max(1, int(number)) if is_set else None
 
     default = grain.ReadOptions()
     return (
@@ -292,18 +294,22 @@ def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
     )
 
 
-def set_threads(ds: grain.IterDataset) -> int | None:
-    """Returns the fewest threads that the user has set for a part of a stream; None for none."""
-    parts = filter(None, map(read_ahead, walk(ds)))
-    return min(filter(None, (set_options(options)[0] for _, options in parts)), default=None)
+def read_by_threads(
+    ds: grain.MapDataset | grain.IterDataset, *, any_number: bool
+) -> grain.MapDataset | None:
+    """Returns the `MapDataset` that several threads read for a stream; None if there is none.
 
-
-def read_by_threads(ds: grain.MapDataset | grain.IterDataset) -> grain.MapDataset | None:
-    """Returns the `MapDataset` that several threads read for a stream; None if there is none."""
+    Args:
+        ds: The stream.
+        any_number: True if several threads read ahead whatever number the read options have.
+    """
     if (found := read_ahead(ds)) is not None:
         records, options = found
-        return records if len(records) and options.num_threads not in (0, 1) else None
-    return next(filter(None, map(read_by_threads, ds.parents)), None)
+        is_ahead = 0 not in (options.num_threads, options.prefetch_buffer_size)
+        by_several = is_ahead and (any_number or options.num_threads != 1)
+        return records if by_several and len(records) else None
+    below = (read_by_threads(parent, any_number=any_number) for parent in ds.parents)
+    return next(filter(None, below), None)
 
 
 def keeps_indices(ds: grain.MapDataset) -> bool:

@@ -32,13 +32,14 @@ class Reread(NamedTuple):
     maker: Maker
 
     @classmethod
-    def of_stream(cls, ds: grain.IterDataset) -> tuple[Reread, ...]:
+    def of_stream(cls, ds: grain.IterDataset, *, any_number: bool) -> tuple[Reread, ...]:
         """Returns the first records of a stream; () unless several threads read a `MapDataset`.
 
         Args:
             ds: The stream.
+            any_number: True if several threads read whatever number the read options have.
         """
-        records = read_by_threads(ds)
+        records = read_by_threads(ds, any_number=any_number)
         if records is None:
             return ()
         return (cls(functools.partial(Sample.of_first, records), Maker("a reading thread", True)),)

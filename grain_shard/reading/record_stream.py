@@ -28,6 +28,7 @@ class RecordStream(grain.IterDataset):
         records: The records.
         options: The `grain.ReadOptions` of ``.to_iter_dataset()``. Records are read ahead unless
             the number of threads or the buffer size is 0.
+        most_threads: Most threads that read these records at the same time; None for no limit.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class RecordStream(grain.IterDataset):
         feed: int | None,
         records: grain.MapDataset,
         options: grain.ReadOptions,
+        most_threads: int | None = None,
     ):
         super().__init__(records)
         self.reads: SharedReads = reads
         self.feed: int | None = feed
         self.records: grain.MapDataset = records
+        self.most_threads: int | None = most_threads
         self.ahead: bool = 0 not in (options.num_threads, options.prefetch_buffer_size)
 
     def __iter__(self) -> RecordIterator:
@@ -62,7 +65,7 @@ class RecordIterator(grain.DatasetIterator):
         while self._next_index < self._length:
             if self._next_elements is None:
                 self._next_elements = stream.reads.elements(
-                    stream.records, self._next_index, ahead=stream.ahead
+                    stream.records, self._next_index, stream.most_threads, ahead=stream.ahead
                 )
             element = None
             try:

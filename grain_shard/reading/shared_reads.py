@@ -88,12 +88,15 @@ class SharedReads:
             progress=Bell(),
         )
 
-    def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
+    def elements(
+        self, records: grain.MapDataset, start: int, most: int | None = None, *, ahead: bool
+    ) -> Generator[Any]:
         """Yields records from an index on.
 
         Args:
             records: The records.
             start: Index of the first record to yield.
+            most: Most readers that read these records at the same time; None for no limit.
             ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
                 is asked for. Only a source that reads many records in one call is then ahead, by
                 the records of one call.
@@ -102,6 +105,7 @@ class SharedReads:
             RuntimeError: The reads were stopped.
         """
         line = self._lines.open(records, start, ahead)
+        line.most_readers = math.inf if most is None else most
         try:
             if ahead:
                 self._readers.start()
@@ -146,6 +150,8 @@ class _Line:
         come: Lists of evaluated records, each by the index of its first record. A failed read is a
             list with the error as `Raised`.
         left: Parts that were begun and not finished, which the readers have to evaluate.
+        readers: Number of readers that evaluate a part now.
+        most_readers: The largest number of readers that may do so at the same time.
         record_bytes: Running average of the bytes of a record; 0 before the first record.
         reads_many: True if the source reads many records in one call.
     """
@@ -160,6 +166,7 @@ class _Line:
         self.begun = self.taken = start
         self.come: dict[int, list[Any]] = {}
         self.left: list[Part] = []
+        self.readers, self.most_readers = 0, math.inf
         self.record_bytes = 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
         self._next_call, self._ahead = _FIRST_CALL, ahead
@@ -335,8 +342,11 @@ class _Lines(Tasks):
 
     def _drawn(self) -> Part | None:
         with self._lock:
-            by_need = sorted(self._lines, key=lambda line: line.ahead)
-            return next(filter(None, map(self._next_part, by_need)), None)
+            for line in sorted(self._lines, key=lambda line: line.ahead):
+                if line.readers < line.most_readers and (part := self._next_part(line)) is not None:
+                    line.readers += 1
+                    return part
+            return None
 
     def _next_part(self, line: _Line) -> Part | None:
         """Returns the next part of a line (the records of one stream) for a reader.
@@ -364,6 +374,7 @@ class _Lines(Tasks):
         with self._lock:
             line = read.sink
             assert isinstance(line, _Line)
+            line.readers -= 1
             line.left[:0] = read.left
             if read.is_new:
                 line.took(read.seconds, read.size)

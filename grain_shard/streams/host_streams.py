@@ -56,7 +56,8 @@ class HostStreams(HostBatches):
         self.fingerprint = {**ds.streams.fingerprint, **of_padding}
         first_stream = self._first_stream = ds.streams.make(0)
         # A source that only one thread may read must not be read again by another thread.
-        self._rereads = Reread.of_stream(first_stream) if options.num_threads != 1 else ()
+        several, of_feeds = options.num_threads != 1, self.kind == FEEDS
+        self._rereads = Reread.of_stream(first_stream, any_number=of_feeds) if several else ()
         if self.kind != FEEDS:
             self.contents = Contents()  # two hosts may have unlike streams
             return
@@ -82,6 +83,7 @@ class HostStreams(HostBatches):
             made.position,
             in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
             first_digest=made.first_digest,
+            by_one_thread=options.num_threads == 1,
             faults=made.faults,
             rereads=rereads,
         )

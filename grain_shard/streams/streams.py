@@ -7,7 +7,6 @@ several streams, which give the same number of rows in each turn: `Feeds` (`feed
 
 from __future__ import annotations
 
-import functools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -202,11 +201,13 @@ class OneStream(Streams):
     ) -> SharedReads:
         records = nodes.records_per_batch(self._ds)
         bytes_ahead = BYTES_AHEAD if records is None else 0
-        threads = nodes.set_threads(self._ds) if num_threads is None else num_threads
-        return SharedReads(faults, batches * (records or 1), threads, bytes_ahead=bytes_ahead)
+        return SharedReads(faults, batches * (records or 1), num_threads, bytes_ahead=bytes_ahead)
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
-        read = functools.partial(RecordStream, reads, None)
+        def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
+            most_threads, _ = nodes.set_options(options)
+            return RecordStream(reads, None, records, options, most_threads)
+
         return iter(replace_read_ahead(self._ds, read, check_record))
 
     def name(self, number: int) -> str:
