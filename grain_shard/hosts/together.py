@@ -168,7 +168,12 @@ class Together:
             raise StopIteration
         if "doubt" not in verdict:
             return verdict.get(CONTENTS, "")
-        if self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
+
+        def decide(answers: Answers) -> bool:
+            return all(answers.values())
+
+        # Reading the records again may take long, with a slow source.
+        if self._verdict(_STEADY, is_steady(), decide, patience=LOOPS_MAY_TAKE):
             raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
         return ""
 
@@ -180,11 +185,15 @@ class Together:
             answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
         return answer
 
-    def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
+    def _verdict(
+        self, round_: str, answer: Any, decide: Callable[[Answers], Any], patience: int = 1
+    ) -> Any:
         if self._rounds is None:
             return decide({0: answer})
         self._rounds.put(round_, answer)
-        return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
+        return self._rounds.verdict(
+            round_, decide, stopped=lambda: self._is_closed, patience=patience
+        )
 
     def new_save(self) -> int:
         """Returns the number of a new save of the iterator, the same on all hosts.

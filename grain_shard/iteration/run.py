@@ -64,6 +64,7 @@ class Run:
         opened = host.open(position)
         self.begins_at, self._first_digest = opened.position, opened.first_digest
         self._parts, self._batches = parts, opened.batches
+        self._by_one_thread = opened.by_one_thread
         self.is_started = self._has_compared = False
         self.end: Raised | None = None
         num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
@@ -173,7 +174,8 @@ class Run:
             fields[FIRST_BATCH] = first_digest
 
         def is_steady() -> bool:
-            self._batches.wait_until_idle()  # the source may be for one thread at a time
+            if self._by_one_thread:
+                self._batches.wait_until_idle()
             return contents.is_steady()
 
         agreed = self.together.compare(fields, placer.digest, is_steady)
