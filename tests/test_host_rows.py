@@ -67,7 +67,7 @@ def test_the_last_stage_alone_keeps_the_rows_of_this_host():
     target = ShardingTree.of(hosts_mesh({"data": 4}, hosts=2, devices_per_host=2))
     batches = numbered(16, 8)
     streamed = batches.to_iter_dataset().map(dict)
-    for ds, rows in ((batches, None), (streamed, "global"), (streamed, "local")):
+    for ds, rows in ((batches, None), (streamed, "global"), (batches, "local")):
         host = ds.pipe(DevicePut(target, rows=rows)).host
         assert host.first()["id"].tolist() == list(range(8 if rows == "local" else 4))
 

@@ -21,7 +21,7 @@ from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
-from grain_shard.transforms.stage import Stage
+from grain_shard.transforms.stage import Stage, as_stream
 from grain_shard.transforms.validate import ValidateBatchSize
 from grain_shard.trees import MASK_KEY
 
@@ -181,8 +181,7 @@ class _Chain(Stage):
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
         if self.put.rows == LOCAL:
-            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-            return self(ds.to_iter_dataset(options))
+            return self(as_stream(ds))
         padded = self._padded(ds, self.put.shardings.layout().divisor)
         return self._reading(padded, self.read)
 

@@ -22,7 +22,7 @@ from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.stream_dataset import StreamDataset
-from grain_shard.transforms.stage import Stage
+from grain_shard.transforms.stage import Stage, as_stream
 
 
 class DevicePut(Settings, Stage):
@@ -51,6 +51,8 @@ class DevicePut(Settings, Stage):
             ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
                 no mask.
         """
+        if self.rows == LOCAL:
+            return self(as_stream(ds))
         ds = ds.after(self._of_host(ds.plan))
         settings, rules, batching = self, self.fault_rules, ds.plan
         if rules.masks:

@@ -59,6 +59,11 @@ class PlanStage(ABC):
         """Returns the plan after this stage."""
 
 
+def as_stream(ds: RowMapDataset) -> grain.IterDataset:
+    """Returns batches that are this host's own rows as a stream, whose end hosts agree on."""
+    return ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+
+
 def _planned(ds: Any) -> RowMapDataset | StreamDataset:
     """Returns a user's dataset as one with a plan.
 
