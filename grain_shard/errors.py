@@ -143,6 +143,19 @@ class BadRecordsError(GrainShardError, RuntimeError):
     """
 
 
+@contextlib.contextmanager
+def reopening() -> Iterator[None]:
+    """Adds a note to an error of a stream that cannot go back to its position."""
+    try:
+        yield
+    except (ShardingError, StateError) as error:
+        error.add_note(
+            "grain_shard: an interrupt ended the last call of next, which may have lost a batch of"
+            " the stream. So the stream has to go back to its position, and cannot."
+        )
+        raise
+
+
 class AgreementError(GrainShardError, RuntimeError):
     """The hosts do not run the same program, or another host has failed.
 

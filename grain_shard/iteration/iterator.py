@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import grain
 
-from grain_shard.errors import GrainShardError, ShardingError, StateError, describe_mesh
+from grain_shard.errors import GrainShardError, ShardingError, describe_mesh, reopening
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.host_batches import HostBatches, Position
@@ -283,14 +283,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _reopen(self) -> None:
         """Goes on at the present position with another run, after an interrupt."""
-        try:
+        with reopening():
             self._open_anew(self._at.position, self._at.moves, self._at.digest)
-        except (ShardingError, StateError) as error:
-            error.add_note(
-                "grain_shard: an interrupt ended the last call of next, which may have lost a batch"
-                " of the stream. So the stream has to go back to its position, and cannot."
-            )
-            raise
 
     def _open_anew(self, position: Position | None, moves: int, digest: str) -> None:
         at = self._at

@@ -7,6 +7,7 @@ from typing import Any
 
 import grain
 
+from grain_shard.errors import reopening
 from grain_shard.reading.contents import Contents, without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.state_json import from_storage
@@ -154,7 +155,8 @@ class StreamIterator(grain.DatasetIterator):
             raise self._closed
         position = self._position
         if self._is_broken:
-            self._go_to(position)
+            with reopening():
+                self._go_to(position)
         try:
             # The batch counts as handed out by this assignment, which is atomic.
             batch, self._position = next(self._batches)
