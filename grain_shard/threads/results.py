@@ -109,7 +109,8 @@ class Results(Generic[T]):
             result: The result, or its error.
         """
         with self._lock:
-            if self.final is None and number >= self.ready:
+            # An error after `stop` may be an effect of the stop, and is no end.
+            if self.final is None and number >= self.ready and not self.is_stopped:
                 kept = self._results.setdefault(number, result)
                 self.has_end = self.has_end or isinstance(kept, Raised)
             before = self.ready
