@@ -262,12 +262,15 @@ class Together:
         if alarm is None or rounds is None:
             return
         alarm.raise_failure()  # raises if another host failed before, which stopped this iterator
-        if isinstance(error, AgreementError) or rounds.has_failed:
+        if isinstance(error, AgreementError):
             alarm.others_know()  # the other hosts have this error already, or cannot be told
             return
+        has_told = rounds.has_failed
         if self._agreed is None:
             rounds.fail(_START, describe_error(error))
-        if alarm.compares:
+        if has_told:
+            alarm.others_know()  # by their next vote
+        elif alarm.compares:
             alarm.sound(error)
 
     def interruption(self, error: BaseException) -> AgreementError | None:
