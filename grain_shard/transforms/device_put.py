@@ -53,11 +53,13 @@ class DevicePut(Settings, Stage):
         """
         if self.rows == LOCAL:
             return self(as_stream(ds))
-        ds = ds.after(self._of_host(ds.plan))
+        layout = self.shardings.layout()
+        if len(layout.shards) < layout.divisor:  # so this host does not hold all rows
+            ds = ds.after(self._of_host(ds.plan))
         settings, rules, batching = self, self.fault_rules, ds.plan
         if rules.masks:
             _check_can_leave_out(ds)
-            if self.shardings.layout().amplification > 1:
+            if layout.amplification > 1:
                 settings = replace(self, fault_rules=read_by_several(rules))
         return self._sharded(
             ds,
