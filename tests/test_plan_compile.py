@@ -39,6 +39,25 @@ def accumulating(mesh):
         return jax.lax.scan(add, state, microbatches(batch, 4))[0]
     return scanned, *build(mesh)[1:]
 
+def explicit(mesh):
+    def step(table, batch):
+        rows = table.at[batch["id"]].get(out_sharding=P("data", "model"))
+        return table + rows.sum(0)
+
+    create = lambda key: jax.random.normal(key, (64, 128), out_sharding=P(None, "model"))
+    key = jax.random.key(0)
+    with jax.set_mesh(mesh):
+        return step, jax.eval_shape(create, key), {"id": jax.ShapeDtypeStruct((), np.int32)}
+
+def auto(mesh):
+    def step(w, batch):  # on Explicit axes JAX refuses a product over a dim that is sharded
+        x = jax.lax.with_sharding_constraint(batch["x"], P("data", "model"))
+        return w + (x @ w).sum(0)
+
+    rows = NamedSharding(jax.sharding.Mesh(mesh.devices, mesh.axis_names), P("model"))
+    state = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=rows)
+    return step, state, {"x": jax.ShapeDtypeStruct((128,), np.float32)}
+
 def broken(mesh):
     def step(state, batch):
         raise ValueError("a step with a fault of its own")
@@ -76,6 +95,13 @@ def test_a_step_over_microbatches(compiled):
     figures = json.loads(compiled("accumulating", "--json")[1])["compiled"]
     weights, rows = 1024 * 4096 // 2 * 4, 256 // 8 * (1024 * 4 + 1)
     assert figures["argument_bytes"] == pytest.approx(weights + rows, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["explicit", "auto"])
+def test_the_mesh_is_in_use_and_the_state_tells_the_type_of_its_axes(compiled, name):
+    code, shown, complaint = compiled(name)
+    assert (code, complaint) == (0, "")
+    assert "as .shard_to hands it out" in shown
 
 
 def test_text(compiled):

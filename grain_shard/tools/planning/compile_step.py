@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import ShapeDtypeStruct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from grain_shard.errors import ShardingError
 from grain_shard.sharding.assemble import Assembler
@@ -66,7 +66,13 @@ def compile_step(
 ) -> StepMemory:
     """Compiles a training step for a mesh, and returns the memory that it takes on each device.
 
-    The step is not run.
+    The step is not run. It is traced under `jax.set_mesh`. `build` is not called under it, so that
+    it may make arrays on this machine, such as keys. Where it needs the mesh, as to find the shapes
+    and shardings of a state by `jax.eval_shape`, it calls `jax.set_mesh` itself.
+
+    The user chooses the type of the axes, Explicit or Auto: if the state is on a mesh that differs
+    from `mesh` in these types alone, the batch is on that mesh, too. So for Auto axes `build`
+    places the state on ``jax.sharding.Mesh(mesh.devices, mesh.axis_names)``.
 
     Args:
         build: A function that takes the mesh and returns ``(step, state, record)``. The step is a
@@ -83,21 +89,36 @@ def compile_step(
             shardings than `shard_to` gives them.
     """
     step, state, record = build(mesh)
-    shardings = ShardingTree.of(mesh, spec)
-    batch = _batch(record, shardings, global_batch_size)
-    try:
-        lowered = lower(step, state, batch)
-    except ValueError as error:
-        anywhere = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    mesh = _mesh_of(state, mesh)
+    batch = _batch(record, ShardingTree.of(mesh, spec), global_batch_size)
+    with jax.set_mesh(mesh):
         try:
-            lower(step, state, anywhere)
-        except ValueError:
-            raise error from None  # without shardings the step fails too: they are not the cause
-        raise ShardingError(
-            f"the step takes batches in other shardings than .shard_to gives them: {error}",
-            remedy="jit the step without in_shardings, or pass .shard_to the same shardings.",
-        ) from None
-    return step_memory(lowered)
+            lowered = lower(step, state, batch)
+        except ValueError as error:
+            anywhere = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+            try:
+                lower(step, state, anywhere)
+            except ValueError:
+                raise error from None  # it fails without shardings, too: they are not the cause
+            raise ShardingError(
+                f"the step takes batches in other shardings than .shard_to gives them: {error}",
+                remedy="jit the step without in_shardings, or pass .shard_to the same shardings.",
+            ) from None
+        return step_memory(lowered)
+
+
+def _mesh_of(state: Any, mesh: Mesh) -> Mesh:
+    """Returns the mesh of the state, if it differs from `mesh` in the types of axes alone.
+
+    Otherwise returns `mesh`.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    for of_state in (one.mesh for one in shardings if isinstance(one, NamedSharding)):
+        if of_state.axis_names == mesh.axis_names:
+            chosen = Mesh(mesh.devices, mesh.axis_names, of_state.axis_types)
+            if of_state in (chosen, chosen.abstract_mesh):
+                return chosen
+    return mesh
 
 
 def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
