@@ -1,6 +1,7 @@
 """``plan --compile``: a step compiled by the TPU compiler, with no TPU."""
 
 import json
+import sys
 
 import pytest
 
@@ -58,6 +59,10 @@ def auto(mesh):
     state = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=rows)
     return step, state, {"x": jax.ShapeDtypeStruct((128,), np.float32)}
 
+def helped(mesh):
+    import model_beside_the_script
+    return build(mesh)
+
 def broken(mesh):
     def step(state, batch):
         raise ValueError("a step with a fault of its own")
@@ -68,8 +73,9 @@ ARGUMENTS = WORDS.split()
 
 
 @pytest.fixture
-def compiled(tmp_path, capsys):
+def compiled(tmp_path, capsys, monkeypatch):
     """Compiles one of the script's steps: the exit code, what was printed, what was complained."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script's folder is added
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
@@ -102,6 +108,11 @@ def test_the_mesh_is_in_use_and_the_state_tells_the_type_of_its_axes(compiled, n
     code, shown, complaint = compiled(name)
     assert (code, complaint) == (0, "")
     assert "as .shard_to hands it out" in shown
+
+
+def test_a_module_beside_the_script(compiled, tmp_path):
+    (tmp_path / "model_beside_the_script.py").touch()
+    assert compiled("helped")[0] == 0
 
 
 def test_text(compiled):

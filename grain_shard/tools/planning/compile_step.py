@@ -6,7 +6,9 @@ The result shows if the step fits in memory, and if it takes the batch in `shard
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +44,9 @@ def memory_table(memory: StepMemory) -> FittingTable:
 def load_step(path: str, name: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     """Runs a script, but not as ``__main__``, and returns the function of the given name.
 
+    The script's folder is the first of `sys.path` from then on, as for ``python script.py``. So the
+    script, and later the function, can import modules beside the script.
+
     Args:
         path: The script.
         name: Name of the function.
@@ -49,6 +54,7 @@ def load_step(path: str, name: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     Raises:
         UsageError: The script defines no such name.
     """
+    sys.path.insert(0, str(Path(path).resolve().parent))
     names = runpy.run_path(path)
     if name not in names:
         raise UsageError(
