@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
@@ -20,10 +19,10 @@ from jax.sharding import Mesh
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.tools.extras import require
 
-# Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
-# none. Their values do not matter, because the topology is given by its name.
 # JAX's name for the kind of a device, where the devices only stand in for real ones.
 UNKNOWN_KIND = "unknown device"
+# Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
+# none. Their values do not matter, because the topology is given by its name.
 _NO_TPU_HERE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -80,17 +79,21 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         options["chip_config_name"] = "megacore"
     if slices > 1:
         options["num_slices"] = slices
-    with mock.patch.dict(os.environ, _NO_TPU_HERE | dict(os.environ)):
-        try:
-            devices = topologies.get_topology_desc(
-                platform="tpu", topology_name=topology, **options
-            ).devices
-        except Exception as error:  # RuntimeError; for some names and versions IndexError
-            raise ShardingError(
-                f"libtpu makes no topology of {topology!r}: {error}",
-                remedy="write the kind of TPU and the shape of a slice of whole hosts, such as"
-                ' "v5e:4x8" or "v5p:2x2x4".',
-            ) from error
+    before = dict(os.environ)
+    os.environ.update(_NO_TPU_HERE | before)
+    try:
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **options
+        ).devices
+    except Exception as error:  # RuntimeError; for some names and versions IndexError
+        raise ShardingError(
+            f"libtpu makes no topology of {topology!r}: {error}",
+            remedy="write the kind of TPU and the shape of a slice of whole hosts, such as"
+            ' "v5e:4x8" or "v5p:2x2x4".',
+        ) from error
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
     return _mesh(axes, devices, slices)
 
 
