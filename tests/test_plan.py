@@ -87,6 +87,7 @@ class TestTopologies:
         mesh = topology_mesh(name, {"data": devices})
         plan = grain_shard.plan(mesh, global_batch_size=devices, num_records=devices)
         assert (plan.num_devices, plan.num_hosts, plan.hardware) == (devices, hosts, chip)
+        assert plan.warnings == (), "of few rows, only a given chip is a reason to warn"
         assert set(Counter(d.process_index for d in mesh.devices.flat).values()) == {per_host}
         assert_exact(plan, mesh, P("data"))
 

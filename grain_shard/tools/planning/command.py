@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     read = "needed: each host reads the rows of its devices; once: each row is read once, and the"
     read += " devices exchange rows; default: auto, which chooses"
     add("--read", choices=("auto", "needed", "once"), default="auto", help=read)
-    hardware = f"chip, for advice on the batch size: {_CHIPS}; default: the chip of the topology"
+    hardware = f"chip, to be warned if it wants more rows than a device holds: {_CHIPS}"
     add("--hardware", type=_chip, metavar="CHIP", help=hardware)
     compiled = (
         "compile a training step for the slice; NAME is a function that takes the mesh, and returns"

@@ -53,7 +53,8 @@ def plan(
         remainder: Treatment of a short last batch: "pad", "drop" or "error".
         read: "needed": each host reads the rows of its devices. "once": each row is read once, and
             the devices exchange rows. "auto" chooses as `shard_to` does.
-        hardware: The chip, for the advice on the batch size; None finds it from the devices.
+        hardware: The chip, for a warning if a device holds fewer rows than the chip wants. None
+            finds the chip from the devices, and gives no such warning.
 
     Returns:
         The plan, to be printed or to be asked for its figures.
@@ -140,7 +141,7 @@ def plan(
             hosts for hosts in needed.hosts_by_rows().values() if len(hosts) > 1
         ),
     )
-    return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
+    return dataclasses.replace(planned, warnings=tuple(find_warnings(planned, hardware)))
 
 
 def _rows_with_records(ranges: Iterable[tuple[int, int]], num_records: int) -> int:

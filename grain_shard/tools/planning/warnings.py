@@ -13,8 +13,15 @@ from grain_shard.training.hardware import HardwareType
 _NOTABLE = 0.01
 
 
-def find_warnings(plan: Plan) -> Iterator[str]:
-    """Yields the warnings of a plan, one text each."""
+def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
+    """Yields the warnings of a plan, one text each.
+
+    Args:
+        plan: The plan.
+        hardware: The chip on which few rows are a reason to warn; None if no number of rows is.
+            A critical batch size counts tokens where rows are sequences. So the user, who knows
+            what a row is, has to ask for this warning.
+    """
     size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
     if needed > plan.global_batch_size:  # a row is read more than once
@@ -36,8 +43,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
                 ' which is divisible by the number of devices, and read="auto": each row is then'
                 " read once, and the devices exchange rows."
             )
-    if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
-        shortfall = plan.hardware.shortfall(plan.rows_per_device)
+    if hardware not in (None, HardwareType.UNKNOWN, HardwareType.CPU):
+        shortfall = hardware.shortfall(plan.rows_per_device)
         if shortfall is not None:
             yield f"rows per device: {shortfall} (If a row has many tokens, count tokens.)"
     if size > plan.global_batch_size:
