@@ -439,7 +439,10 @@ def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_the_workers_of_a_host_end_with_it(script):
+@pytest.mark.parametrize("has_waitid", [True, False])  # macOS has it from Python 3.13 on
+def test_the_workers_of_a_host_end_with_it(has_waitid, script, monkeypatch):
+    if not has_waitid:
+        monkeypatch.delattr(os, "waitid")
     path = script("""
         worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         print(worker.pid)

@@ -147,6 +147,7 @@ class HostProcess:
     ):
         self._index, self._events = index, events
         self.lost_another = False  # whether the host has printed `LOST_ANOTHER`
+        self._is_reaped = False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _HOST_PROGRAM, *argv],
             env=environment,
@@ -172,8 +173,12 @@ class HostProcess:
     def _wait(self) -> None:
         # With WNOWAIT the process stays a zombie until `reap`. Until then the system does not give
         # its number, which is also its group's number, to another process. So a signal cannot
-        # reach a wrong process.
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        # reach a wrong process. macOS has no `waitid` before Python 3.13. There `reap` comes a
+        # second after the end of the process, too soon for its number to be given away.
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._process.wait()
         self._reader.join(_LATE_S)
         if self.lost_another:
             time.sleep(_LATE_S)
@@ -186,8 +191,11 @@ class HostProcess:
             number: Number of the signal.
             send: `os.kill` for the process alone, `os.killpg` for the process and its children.
         """
-        if self._process.returncode is None:
-            send(self._process.pid, number)
+        if not self._is_reaped:
+            # Without `waitid` the process and its children may be gone. And macOS refuses a signal
+            # to a group of zombies.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(self._process.pid, number)
 
     def join(self, timeout_s: float) -> None:
         self._waiter.join(timeout_s)
@@ -197,18 +205,19 @@ class HostProcess:
 
         The code is that of `subprocess.Popen`: -n if signal n ended the process.
         """
-        if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
+        if not self._is_reaped:
+            self.send_signal(signal.SIGKILL)
             self._waiter.join()
             # The children first get SIGTERM and some time. When they have ended, multiprocessing's
             # resource tracker frees their shared memory. They keep the pipe of stdout open, so the
             # thread that reads from the pipe ends when all children have ended.
-            os.killpg(self._process.pid, signal.SIGTERM)
+            self.send_signal(signal.SIGTERM, os.killpg)
             self._reader.join(_GRACE_S)
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL, os.killpg)
             # There is a timeout, because a daemon that left the process's group may keep the pipe
             # open for ever.
             self._reader.join(_GRACE_S)
+            self._is_reaped = True
         return self._process.wait()
 
 
