@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from grain_shard import rehearse
 from grain_shard.errors import ShardingError
+from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_data_parallel_sharding,
     data_parallel_train_step,
@@ -283,9 +284,16 @@ class TestDataParallelTrainStep:
         )
 
     def test_a_mesh_without_a_data_axis(self):
-        state = place_model_state_on_shards(new_state("tuple"), jax.make_mesh((4, 2), ("x", "y")))
-        with pytest.raises(ShardingError, match="none of the mesh axes 'x', 'y' is called 'data'"):
-            data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], state)
+        mesh = jax.make_mesh((4, 2), ("x", "y"))
+        state = place_model_state_on_shards(new_state("tuple"), mesh)
+        batch, rngs = numpy_batches()[0], {"dropout": jax.random.key(0)}
+        with pytest.raises(ShardingError, match="none of the mesh axes 'x', 'y' is called") as no:
+            data_parallel_train_step(linen_loss, ADAM, batch, state)
+        assert no.value.remedy.startswith("place the batch first")
+        # Only the rows of a batch need such an axis.
+        placed = distribute_batch(batch, NamedSharding(mesh, P("x")))
+        _, metrics = data_parallel_train_step(linen_loss, ADAM, placed, state, rngs)
+        assert metrics["loss"].sharding.mesh.axis_names == ("x", "y")
 
     def test_state_and_optimizer_that_do_not_go_together(self):
         batch, model = numpy_batches()[0], NnxModel(nnx.Rngs(0))

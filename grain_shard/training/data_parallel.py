@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from grain_shard.errors import ShardingError, describe_leaf
@@ -130,9 +130,9 @@ def data_parallel_train_step(
 
     Raises:
         TypeError: `state` and `optimizer` do not fit together.
-        ShardingError: The size of the data axis does not divide the rows. Or the mesh has several
-            axes, none of them called "data". Or a leaf is text, or has a dtype, or integers, that
-            no device can hold.
+        ShardingError: The size of the data axis does not divide the rows. Or the batch is not on a
+            mesh yet, and the mesh has several axes, none of them called "data". Or a leaf is text,
+            or has a dtype, or integers, that no device can hold.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -213,14 +213,13 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     if mesh.empty:
         mesh = create_1d_mesh()
 
-    specs = {"state": PartitionSpec(), ROOT: default_spec(mesh), "rngs": PartitionSpec()}
-
     def place(keys: KeyPath, leaf: Any) -> Any:
         if _is_on_mesh(leaf):
             return leaf
         root = keys[0].key
         path = root + keystr(keys[1:])
-        array = place_leaf(path, leaf, NamedSharding(mesh, specs[root]))
+        spec = _spec_of_rows(mesh) if root == ROOT else PartitionSpec()
+        array = place_leaf(path, leaf, NamedSharding(mesh, spec))
         if is_text(array):
             raise ShardingError(
                 "the leaf is text, which a compiled step cannot take.",
@@ -233,6 +232,21 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
 
     placed = tree_map_with_path(place, {"state": state, ROOT: batch, "rngs": rngs})
     return placed["state"], placed[ROOT], placed["rngs"]
+
+
+def _spec_of_rows(mesh: Mesh) -> PartitionSpec:
+    """Returns the spec of a batch that is not placed yet.
+
+    Raises:
+        ShardingError: The mesh has several axes, none of them "data".
+    """
+    try:
+        return default_spec(mesh)
+    except ShardingError as error:
+        error.remedy = (
+            "place the batch first, by grain_shard.placement.distribute_batch(batch, sharding)."
+        )
+        raise
 
 
 def _is_on_mesh(leaf: Any) -> bool:
