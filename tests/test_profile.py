@@ -1,14 +1,17 @@
-"""`profile` names the bottleneck that a pipeline was built to have.
+"""`profile` sees what each thread of a pipeline does, and names the bottleneck.
 
-The pipelines sleep where they are to be slow. What is asserted is the verdict, and no time.
+Of pipelines that run, the lanes are asserted in which their functions are, and no time. The verdict
+is asserted for loops whose times the test makes up.
 """
 
 import dataclasses
+import functools
 import gzip
 import json
 import pkgutil
 import re
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -22,20 +25,9 @@ from grain_shard import GrainShardError, profile
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
+from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Pipeline
-from tests.conftest import data_mesh
-
-SLOW_S = 0.02
-
-
-def slow(function, seconds=SLOW_S):
-    """The function, after a sleep."""
-
-    def slowed(*args):
-        time.sleep(seconds)
-        return function(*args)
-
-    return slowed
+from tests.conftest import data_mesh, wait
 
 
 def record(i):
@@ -47,7 +39,6 @@ def step(batch):
 
 
 def batches(decode=record):
-    """Batches of one record, so that a slow decode makes every batch as slow."""
     return grain.MapDataset.range(1000).map(decode).batch(1)
 
 
@@ -55,56 +46,89 @@ def sharded(ds=None, **options):
     return (batches() if ds is None else ds).shard_to(data_mesh(1), **options)
 
 
-def uneven(i):
-    """Every 20th record takes as long as 12 steps of `SLOW_S`; 6 batches wait in the buffers."""
-    if i % 20 == 19:
-        time.sleep(12 * SLOW_S)
-    return record(i)
+def same(batch):
+    return batch
 
 
 PIPELINES = {
-    # What is slow: the pipeline, whether the step is slow, and the verdict.
-    "step": (sharded, True, "step"),
-    "read": (lambda: sharded(batches(slow(record))), False, "read"),
-    "map after batch": (lambda: sharded(batches().map(slow(lambda b: b))), False, "read"),
-    "uneven": (lambda: sharded(batches(uneven)), True, "buffer"),
-    "uneven, large buffer": (lambda: sharded(batches(uneven), cpu_buffer_size=20), True, "step"),
-    "map after placing": (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
-    "workers": (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
-    "prefetch_to_device": (lambda: prefetch_to_device(batches(slow(record))), False, "read"),
-    "Grain alone": (lambda: batches(slow(record)), False, "unseen"),
+    # A pipeline with a function whose calls are noted, and the lanes in which these calls are.
+    "map": (lambda noted: sharded(batches(noted(record))), {"read"}),
+    "map after batch": (lambda noted: sharded(batches().map(noted(same))), {"read"}),
+    "map after placing": (lambda noted: sharded().map(noted(same)), {"wait"}),
+    "prefetch_to_device": (lambda noted: prefetch_to_device(batches(noted(record))), {"read"}),
+    "Grain alone": (lambda noted: batches(noted(record)), set()),
+}
+WORK = {
+    "batch": "grain_shard.reading.stack.RowStacker.write",
+    "pad": "grain_shard.reading.batch_builder.pad_batch",
+    "place": "grain_shard.sharding.assemble.Assembler.__call__",
 }
 
 
-@pytest.mark.parametrize(("made", "slow_step", "expected"), PIPELINES.values(), ids=PIPELINES)
-def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step, expected):
-    profiled = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
-    assert profiled.bottleneck == expected, profiled
-    assert profiled.advice
-    unseen = "not seen: reading, stacking and padding in the worker processes (num_workers=1)"
-    assert (unseen in str(profiled)) == (expected == "workers")
+def noting(calls, function):
+    """The function, which adds the thread and the time of each of its calls to a list."""
+
+    def noted(*args):
+        start = time.perf_counter()
+        result = function(*args)
+        calls.append((threading.current_thread().name, start, time.perf_counter()))
+        return result
+
+    return noted
 
 
-@pytest.mark.parametrize(
-    ("stage", "function"),
-    [
-        ("batch", "grain_shard.reading.stack.RowStacker.write"),
-        ("pad", "grain_shard.reading.batch_builder.pad_batch"),
-        ("place", "grain_shard.sharding.assemble.Assembler.__call__"),
-    ],
-)
-def test_a_stage_that_is_slow_itself(stage, function, monkeypatch):
-    monkeypatch.setattr(function, slow(pkgutil.resolve_name(function)))
-    assert profile(sharded(), step, 20).bottleneck == stage
+def lanes_of(calls, ds, step=step):
+    """Runs a loop, and returns the lanes in which these calls were."""
+    spans, _, _ = run_loop(ds, 20, step)
+    assert len(calls) >= 20
+    return {
+        span.stage
+        for span in spans
+        for thread, start, end in calls
+        if span.thread == thread and span.start <= start <= end <= span.end
+    }
 
 
-def test_the_verdict_without_a_step_is_about_the_pipeline():
-    profiled = profile(sharded(batches(slow(record))), num_batches=10)
-    assert profiled.bottleneck == "read"
-    assert profiled.wait_share > 0.9
+@pytest.mark.usefixtures("no_rereads")
+@pytest.mark.parametrize(("made", "lanes"), PIPELINES.values(), ids=PIPELINES)
+def test_the_time_of_a_function_is_in_the_lane_that_it_runs_in(made, lanes):
+    calls = []
+    assert lanes_of(calls, made(functools.partial(noting, calls))) == lanes
+
+
+@pytest.mark.parametrize(("stage", "function"), WORK.items())
+def test_so_is_the_time_of_a_stage(stage, function, monkeypatch):
+    calls = []
+    monkeypatch.setattr(function, noting(calls, pkgutil.resolve_name(function)))
+    assert lanes_of(calls, sharded()) == {stage}
+
+
+def test_so_is_the_time_of_the_step():
+    calls = []
+    assert lanes_of(calls, sharded(), noting(calls, step)) == {"step"}
+
+
+def test_the_work_of_an_executor_is_seen():
+    with ThreadPoolExecutor(2) as executor:
+        profiled = profile(sharded(executor=executor), step, 20)
+    spans = profiled.recorded_spans
+    assert len([s for s in spans if s.stage == "work"]) >= 20
+    assert "task" in {s.part for s in spans if s.stage == "read"}
+
+
+def test_without_a_step_the_loop_only_waits():
+    profiled = profile(sharded(), num_batches=10)
+    assert profiled.wait_share == 1
     assert "step" not in profiled.lanes_s
     # The functions are told from the range that they are over.
-    assert "your functions wait" in profiled.found.reason
+    assert "map" in {s.part for s in profiled.recorded_spans}
+
+
+def test_worker_processes_are_not_seen():
+    profiled = profile(sharded(num_workers=1), step, 20)
+    assert set(profiled.lanes_s) == {"place", "wait", "step"}
+    unseen = "not seen: reading, stacking and padding in the worker processes (num_workers=1)"
+    assert unseen in str(profiled)
 
 
 def measured(pipeline=None, num_examples=0, **lanes):
@@ -165,6 +189,14 @@ OWN_WORK = {
 )
 def test_the_verdict_follows_from_the_figures(lanes, expected):
     assert measured(**lanes).bottleneck == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"num_workers": 1}, "workers"), ({}, "unseen")])
+def test_the_verdict_on_a_loop_that_waits_for_what_is_not_seen(options, expected):
+    lanes = {name: spans for name, spans in READING.items() if name != "read"}
+    profiled = measured(Pipeline(**options), **lanes)
+    assert profiled.bottleneck == expected
+    assert profiled.advice
 
 
 def test_a_verdict_of_buffer_says_on_what_it_rests():
@@ -258,15 +290,6 @@ def test_tasks_of_an_executor_are_told_from_their_way(size, workers, work_s, rea
     assert re.search(advice, " ".join(profiled.advice)), profiled
 
 
-def test_workers_of_an_executor_that_are_slow_are_seen_at_work():
-    with ThreadPoolExecutor(2) as executor:
-        ds = sharded(batches(slow(record)), executor=executor)
-        profiled = profile(ds, step, 20)
-    assert profiled.bottleneck == "executor", profiled
-    assert profiled.figures.threads("work") == 2
-    assert profiled.advice == ("add workers, and raise cpu_buffer_size (4 now) with them.",)
-
-
 @pytest.mark.parametrize(
     ("ds", "expected"),
     [
@@ -283,7 +306,7 @@ def test_what_the_advice_knows_of_a_pipeline(ds, expected):
 class TestProfile:
     def test_spans_lie_within_the_loop_and_the_loop_waits_or_steps(self):
         # A batch is being read when the loop begins, and when it ends.
-        profiled = profile(sharded(batches(slow(record))), step, 10, warmup=3)
+        profiled = profile(sharded(batches()), step, 10, warmup=3)
         assert (profiled.num_batches, profiled.warmup) == (10, 3)
         assert repr(profiled).startswith("batches measured: 10 (after 3 of warm-up)\n")
         assert set(profiled.lanes_s) >= {"place", "wait", "step"}
@@ -332,8 +355,16 @@ class TestProfile:
         ]
         assert advice.startswith("  - if this waits for files or a network, leave num_threads out")
 
-    def test_threads_that_make_batches_tell_when_the_buffer_is_full(self):
-        profiled = profile(sharded(), slow(step), 10)
+    def test_threads_that_make_batches_tell_when_the_buffer_is_full(self, monkeypatch):
+        resting, annotate = threading.Event(), jax.profiler.TraceAnnotation
+
+        def noted(name):
+            if (name, "host" in threading.current_thread().name) == ("grain_shard.room", True):
+                resting.set()
+            return annotate(name)
+
+        monkeypatch.setattr(jax.profiler, "TraceAnnotation", noted)
+        profiled = profile(sharded(), lambda batch: wait(resting) or step(batch), 10, warmup=0)
         readers = {s.thread for s in profiled.recorded_spans if s.stage == "read"}
         assert readers & {s.thread for s in profiled.rests}
         assert all(0 <= s.start <= s.end <= profiled.seconds for s in profiled.rests)
