@@ -9,9 +9,11 @@ import contextlib
 import itertools
 import json
 import logging
+import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import grain
 import jax
@@ -384,18 +386,38 @@ def case_a_seek_on_one_host_in_mid_run(host, _):
         return first_batch(iterator)
 
 
+@contextlib.contextmanager
+def hasty_clock(path):
+    """Goes on by 100 s at each of the loop's first four looks at it, and then makes a file."""
+    clock, looks = time.monotonic, itertools.count(1)
+    passed_s = 0
+
+    def look():
+        nonlocal passed_s
+        if threading.current_thread() is threading.main_thread() and passed_s < 400:
+            passed_s = 100 * next(looks)
+            if passed_s == 400:
+                path.touch()
+        return clock() + passed_s
+
+    with mock.patch.object(time, "monotonic", look):
+        yield
+
+
 def case_an_extra_batch_on_one_host_before_a_save(host, directory):
     """How the save is refused, and the state that is written once the others have followed."""
     folder = directory / "extra"
     folder.mkdir(exist_ok=True)
     with shard(numbered(40).batch(8)) as iterator:
         next(iterator)
-        iterator._at.run.together._rounds.timeout_s = 3  # a save is waited for ten times as long
-        if host == ODD:
-            time.sleep(5)  # it is late, as if it wrote a large model first
-        state_writer(iterator)(folder)
-        if host == ODD:
+        if host == ODD:  # it is late, as if it wrote a large model first
+            for other in set(range(HOSTS)) - {ODD}:
+                eventually((directory / f"{other} has waited").exists)
+            state_writer(iterator)(folder)
             next(iterator)
+        else:  # a save is waited for ten times as long as `timeout_s`, which is 60 s
+            with hasty_clock(directory / f"{host} has waited"):
+                state_writer(iterator)(folder)
         try:
             refused = state_writer(iterator)(folder)
         except grain_shard.AgreementError as error:
@@ -433,11 +455,12 @@ def case_saves_of_an_iterator_of_one_host(host, directory):
                 assert save(own, directory / f"own {step}") == 1
             found.append(save(ours, directory / f"ours {step}"))
             next(ours)
-        ours._at.run.together._rounds.timeout_s = 2
         late = "all have saved"
+        ds = numbered()[host::HOSTS].to_iter_dataset().batch(2)
         try:
             if host != ODD:
-                save(ours, directory / "late")
+                with shard(ds, rows="local", timeout_s=2) as others:
+                    save(others, directory / "late")
         except grain_shard.HostTimeoutError as error:
             late = str(error)
         meet("the others have stopped waiting")  # the program of the late host goes on until then
