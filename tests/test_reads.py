@@ -18,7 +18,7 @@ from grain_shard.reading import read, reads
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results
 from grain_shard.threads.tasks import Raised
-from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
 
@@ -81,24 +81,12 @@ class TestSideBySide:
         assert max(map(len, source.calls)) >= 2 * 8
 
     def test_reads_that_wait_become_more_without_being_told(self):
-        """Nobody says how many: the reads wait until 24 are inside, which takes about 100 reads."""
-        inside, release, most = [0], threading.Event(), 24
-        counting = threading.Lock()
-
-        def wait_for_the_others(index, number):
-            if index < 1:
-                release.wait(0.05)  # the first tells that reads wait
-            elif not release.is_set():
-                with counting:
-                    inside[0] += 1
-                    if inside[0] == most:
-                        release.set()
-                release.wait(0.05)
-                with counting:
-                    inside[0] -= 1
-
-        with iter(batches(Source(2000, wait_for_the_others)).shard_to(data_mesh(2))) as iterator:
-            assert any(release.is_set() for _ in iterator)
+        """Nobody says how many: it takes about 100 reads."""
+        released = threading.Event()
+        source = Source(10**6, lambda index, number: released.wait(0.01))
+        with iter(batches(source).shard_to(data_mesh(2))) as iterator:
+            eventually(lambda: next(iterator) and iterator.stats().read_threads >= 24)
+            released.set()
 
 
 @settings(max_examples=40, deadline=None)
