@@ -487,7 +487,7 @@ EXITS = {
         def close(iterator):
             if not closing.is_set():  # Grain closes it again when it is collected
                 closing.set()
-                time.sleep(0.5)
+                threading.main_thread().join()  # until the interpreter ends
                 print("end", flush=True)
         closing = threading.Event()
         iterator = iter(Made(lambda i: {"id": np.arange(8)}, on_close=close).shard_to(mesh()))
