@@ -8,10 +8,13 @@ import contextlib
 import contextvars
 import decimal
 import json
+import multiprocessing
+import os
 import re
 import signal
 import threading
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +23,6 @@ from absl import flags
 
 from grain_shard import placement
 from grain_shard.grain_inside.flags import FlagValues
-from grain_shard.threads.worker_processes import _why_it_ended
 from tests.conftest import data_mesh
 from tests.pipelines import KINDS
 from tests.programs import run
@@ -278,19 +280,31 @@ def test_a_signal_to_the_whole_job_is_the_loops_to_handle(tmp_path):
     assert (code, out, err) == (0, "trained on\n", "")
 
 
+BATCHES_BEFORE = 20  # more than are under way when a worker ends
+
+
+@slow
 @pytest.mark.parametrize(
-    ("exit_code", "begun", "words"),
+    ("batches", "end", "words"),
     [
-        (-signal.SIGBUS, True, "SIGBUS .*/dev/shm.*MB.*--shm-size"),
-        (-signal.SIGKILL, False, "SIGKILL .*memory.*oom"),
-        (-signal.SIGSEGV, False, "SIGSEGV .*PYTHONFAULTHANDLER"),
-        (-41, True, "signal 41 "),
-        (3, True, "a function or a library"),
-        (1, False, "before any batch.*__main__"),
+        (BATCHES_BEFORE, signal.SIGBUS, "SIGBUS .*/dev/shm.*MB.*--shm-size"),
+        (0, signal.SIGKILL, "SIGKILL .*memory.*oom"),
+        (0, signal.SIGSEGV, "SIGSEGV .*PYTHONFAULTHANDLER"),
+        (BATCHES_BEFORE, 41, "signal 41 "),
+        (BATCHES_BEFORE, -3, "a function or a library"),
+        (0, -1, "before any batch.*__main__"),
     ],
 )
-def test_an_exit_code_in_words(exit_code, begun, words):
-    said = _why_it_ended(exit_code, begun)
+def test_the_end_of_a_worker_in_words(batches, end, words):
+    def decode(i):
+        if i >= 8 * batches and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), end) if end > 0 else os._exit(-end)
+        return {"id": i}
+
+    ds = grain.MapDataset.range(400).map(decode).batch(8).shard_to(data_mesh(2), num_workers=1)
+    with iter(ds) as iterator, pytest.raises(RuntimeError) as caught:
+        list(iterator)
+    said = "".join(caught.value.__notes__)
     assert re.search(words, said, re.DOTALL)
     assert ("__main__" in said) == ("__main__" in words)
 
