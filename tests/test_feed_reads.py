@@ -382,10 +382,11 @@ def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
     with iter(ds.shard_to(data_mesh(1), num_workers=num_workers, cpu_buffer_size=2)) as batches:
         for _ in range(9):
             next(batches)
-    workers = max(1, num_workers)
-    for file in tmp_path.iterdir():
-        if num_workers and file.name == str(os.getpid()):
-            continue  # which only reads two records, to compare the contents of hosts
+    workers, files = max(1, num_workers), set(tmp_path.iterdir())
+    if num_workers:  # this process only reads two records, to compare the contents of hosts
+        files.discard(tmp_path / str(os.getpid()))
+    assert len(files) == workers
+    for file in files:
         read, peak = map(int, file.read_text().split())
         assert read >= 9 * batch_size / workers
         # Besides: the batch that is being made, and the record that a feed has given last.
