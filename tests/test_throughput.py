@@ -136,11 +136,14 @@ class TestMeasureThroughput:
         with refused("warmup=-1"):
             measure_throughput([], warmup=-1)
 
-    def test_padding_rows_are_no_examples_but_are_bytes(self, clock):
-        ds = numbered(9, 4).shard_to(data_mesh(2))  # 4 + 4 + 1 rows of 4 + 24 + 1 bytes
+    @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
+    @pytest.mark.parametrize(("mask_key", "examples"), [("valid_mask", 9), ("real", 9), (None, 12)])
+    def test_padding_rows_are_bytes_and_with_a_mask_no_examples(self, mask_key, examples, clock):
+        # 4 + 4 + 1 rows of 4 + 24 bytes, and one of the mask.
+        ds = numbered(9, 4).shard_to(data_mesh(2), mask_key=mask_key)
         throughput = measure_throughput(ds, warmup=0, step=lambda batch: clock(2, batch))
-        assert throughput.examples_per_second == 9 / (3 * 2)
-        assert throughput.bytes_per_second == 3 * 4 * 29 / (3 * 2)
+        assert throughput.examples_per_second == examples / (3 * 2)
+        assert throughput.bytes_per_second == 3 * 4 * (28 + (mask_key is not None)) / (3 * 2)
 
     def test_the_loop_is_waiting_or_in_the_step(self, clock):
         batches = (clock(3, np.ones((8, 2), np.int8)) for _ in range(100))
@@ -162,14 +165,6 @@ class TestMeasureThroughput:
             return batch["id"]
 
         assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
-
-    @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
-    @pytest.mark.parametrize(
-        ("mask_key", "examples"), [("valid_mask", 10), ("real", 10), (None, 16)]
-    )
-    def test_rows_of_padding_are_no_examples_if_there_is_a_mask(self, mask_key, examples):
-        ds = numbered(10, 8).shard_to(data_mesh(2), mask_key=mask_key)
-        assert measure_throughput(ds, 2, warmup=0).num_examples == examples
 
     def test_an_error_in_the_step_leaves_no_thread(self, mesh):
         with pytest.raises(ZeroDivisionError):
