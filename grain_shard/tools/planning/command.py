@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compiled = (
         "compile a training step for the slice; NAME is a function that takes the mesh, and returns"
         " the step, its state and one record, the last two as jax.ShapeDtypeStruct; the step is"
-        " traced under jax.set_mesh, with Explicit axes, or with Auto axes if the state is on"
-        " jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+        " traced under jax.set_mesh(mesh), or under the mesh of the state if only its types of axes"
+        " differ: jax.sharding.Mesh(mesh.devices, mesh.axis_names) has Auto axes"
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
