@@ -19,8 +19,8 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
     Args:
         plan: The plan.
         hardware: The chip on which few rows are a reason to warn; None if no number of rows is.
-            A critical batch size counts tokens where rows are sequences. So the user, who knows
-            what a row is, has to ask for this warning.
+            A critical batch size counts tokens if rows are sequences, which only the user knows. So
+            the user has to ask for this warning.
     """
     size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
