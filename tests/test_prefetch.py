@@ -83,19 +83,14 @@ def test_a_wait_for_something_ends_with_false_once_it_is_stopped(is_started):
         assert waited == [False]
 
 
-def test_an_error_after_a_stop_is_no_end():
-    """It may be an effect of the stop, and hosts would be told of it."""
-    results = Results(2)
-    results.stop()
-    results.end(Raised(OSError("stopped"), None))
-    assert results.known() == (0, None)
-
-
-def test_a_result_stays_although_an_error_comes_for_it_later():
+def test_an_error_that_comes_for_a_result_or_after_a_stop_is_no_end():
     results = Results(2)
     results.put(results.begin(), "first")
     results.put(0, Raised(MemoryError(), None))
     assert (results.take(), results.known().end, results.has_end) == ("first", None, False)
+    results.stop()
+    results.end(Raised(OSError("an effect of the stop"), None))  # other hosts would be told of it
+    assert results.known() == (1, None)
 
 
 class TestErrors:
