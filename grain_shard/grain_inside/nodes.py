@@ -275,7 +275,7 @@ def read_ahead(
     return parent, getattr(ds, "_read_options", None) or grain.ReadOptions()
 
 
-def set_options(options: grain.ReadOptions) -> tuple[int | None, int | None]:
+def options_set_by_user(options: grain.ReadOptions) -> tuple[int | None, int | None]:
     """Returns the number of threads and the buffer size of read options, at least 1 each.
 
     None stands for a number that the user has not set. Grain then fills in its default, and to

@@ -15,7 +15,7 @@ import grain
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.origin import name_in
-from grain_shard.reading.shared_reads import SharedReads
+from grain_shard.reading.shared_reads import Limits, SharedReads
 from grain_shard.threads.tasks import Raised
 
 
@@ -28,7 +28,7 @@ class RecordStream(grain.IterDataset):
         records: The records.
         options: The `grain.ReadOptions` of ``.to_iter_dataset()``. Records are read ahead unless
             the number of threads or the buffer size is 0.
-        most_threads: Most threads that read these records at the same time; None for no limit.
+        limits: The limits of reading ahead that the user has set.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class RecordStream(grain.IterDataset):
         feed: int | None,
         records: grain.MapDataset,
         options: grain.ReadOptions,
-        most_threads: int | None = None,
+        limits: Limits = Limits(),  # noqa: B008 (it is immutable)
     ):
         super().__init__(records)
         self.reads: SharedReads = reads
         self.feed: int | None = feed
         self.records: grain.MapDataset = records
-        self.most_threads: int | None = most_threads
+        self.limits: Limits = limits
         self.ahead: bool = 0 not in (options.num_threads, options.prefetch_buffer_size)
 
     def __iter__(self) -> RecordIterator:
@@ -65,7 +65,7 @@ class RecordIterator(grain.DatasetIterator):
         while self._next_index < self._length:
             if self._next_elements is None:
                 self._next_elements = stream.reads.elements(
-                    stream.records, self._next_index, stream.most_threads, ahead=stream.ahead
+                    stream.records, self._next_index, stream.limits, ahead=stream.ahead
                 )
             element = None
             try:

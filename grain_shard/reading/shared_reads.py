@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grain
 import jax
@@ -57,6 +57,18 @@ _BLOCK = 256
 _MOST_READERS = 64
 
 
+class Limits(NamedTuple):
+    """Limits of reading the records of a stream ahead; None for no limit.
+
+    Attributes:
+        threads: Most threads that evaluate records at the same time.
+        ahead: Most records ahead of the consumer.
+    """
+
+    threads: int | None = None
+    ahead: int | None = None
+
+
 class SharedReads:
     """The threads (readers) that read ahead for the streams of all feeds of a host.
 
@@ -89,14 +101,19 @@ class SharedReads:
         )
 
     def elements(
-        self, records: grain.MapDataset, start: int, most: int | None = None, *, ahead: bool
+        self,
+        records: grain.MapDataset,
+        start: int,
+        limits: Limits = Limits(),  # noqa: B008 (it is immutable)
+        *,
+        ahead: bool,
     ) -> Generator[Any]:
         """Yields records from an index on.
 
         Args:
             records: The records.
             start: Index of the first record to yield.
-            most: Most readers that read these records at the same time; None for no limit.
+            limits: The limits of reading ahead that the user has set for these records.
             ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
                 is asked for. Only a source that reads many records in one call is then ahead, by
                 the records of one call.
@@ -104,14 +121,16 @@ class SharedReads:
         Raises:
             RuntimeError: The reads were stopped.
         """
-        line = self._lines.open(records, start, ahead)
-        line.most_readers = math.inf if most is None else most
+        line = self._lines.open(records, start, limits, ahead)
         try:
             if ahead:
                 self._readers.start()
             while line.taken < line.length:
                 if (part := self._lines.begin(line)) is not None:
-                    yield from line.evaluated(part)
+                    try:
+                        yield from line.evaluated(part)
+                    finally:
+                        self._lines.has_evaluated(line)
                     continue
                 # A reader may note only now that the records are cheap, and read no more of them.
                 self._readers.wait_for(line.may_go_on)
@@ -150,15 +169,18 @@ class _Line:
         come: Lists of evaluated records, each by the index of its first record. A failed read is a
             list with the error as `Raised`.
         left: Parts that were begun and not finished, which the readers have to evaluate.
+        limits: The limits of reading ahead that the user has set.
         readers: Number of readers that evaluate a part now.
-        most_readers: The largest number of readers that may do so at the same time.
+        consumer_evaluates: True while the consumer evaluates a part.
         record_bytes: Running average of the bytes of a record; 0 before the first record.
         reads_many: True if the source reads many records in one call.
     """
 
     number = 0
 
-    def __init__(self, records: grain.MapDataset, start: int, faults: Faults, ahead: bool):
+    def __init__(
+        self, records: grain.MapDataset, start: int, faults: Faults, limits: Limits, ahead: bool
+    ):
         self.length, self.faults = len(records), faults
         self._records = records
         # The routes of the last few blocks of `_BLOCK` records, by the first record of each.
@@ -166,7 +188,7 @@ class _Line:
         self.begun = self.taken = start
         self.come: dict[int, list[Any]] = {}
         self.left: list[Part] = []
-        self.readers, self.most_readers = 0, math.inf
+        self.limits, self.readers, self.consumer_evaluates = limits, 0, False
         self.record_bytes = 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
         self._next_call, self._ahead = _FIRST_CALL, ahead
@@ -283,8 +305,8 @@ class _Lines(Tasks):
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
 
-    def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
-        line = _Line(records, start, self._faults, ahead)
+    def open(self, records: grain.MapDataset, start: int, limits: Limits, ahead: bool) -> _Line:
+        line = _Line(records, start, self._faults, limits, ahead)
         self._lines[line] = None
         self._wanted.ring()
         return line
@@ -300,7 +322,8 @@ class _Lines(Tasks):
         if size:
             most = max(most, int(self._bytes_ahead // size))
         # Feeds open their lines one after another. The first line must not fill the room of all.
-        return max(1, min(_MOST_AHEAD, most) // max(self._num_feeds, len(self._lines)))
+        share = min(_MOST_AHEAD, most) // max(self._num_feeds, len(self._lines))
+        return max(1, min(share, line.limits.ahead or share))
 
     def take(self, line: _Line) -> list[Any]:
         """Takes the next evaluated records of a line (the records of one stream).
@@ -329,9 +352,15 @@ class _Lines(Tasks):
         """
         with self._lock:
             if line.is_for_consumer and not self._stopped:
+                line.consumer_evaluates = True
                 return line.begin(line.next_size(self._share(line)))
         self._wanted.ring()  # if the line's records have turned out slow, readers may evaluate them
         return None
+
+    def has_evaluated(self, line: _Line) -> None:
+        """Notes that the consumer evaluates no part. It takes no lock, like `close_line`."""
+        line.consumer_evaluates = False
+        self._wanted.ring()
 
     def draw(self) -> Read | None:
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
@@ -343,7 +372,8 @@ class _Lines(Tasks):
     def _drawn(self) -> Part | None:
         with self._lock:
             for line in sorted(self._lines, key=lambda line: line.ahead):
-                if line.readers < line.most_readers and (part := self._next_part(line)) is not None:
+                busy, most = line.readers + line.consumer_evaluates, line.limits.threads
+                if (not most or busy < most) and (part := self._next_part(line)) is not None:
                     line.readers += 1
                     return part
             return None

@@ -24,7 +24,7 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
 from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import BYTES_AHEAD, SharedReads
+from grain_shard.reading.shared_reads import BYTES_AHEAD, Limits, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.state_json import UNCHANGED, why_unsaved
@@ -205,8 +205,8 @@ class OneStream(Streams):
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
-            most_threads, _ = nodes.set_options(options)
-            return RecordStream(reads, None, records, options, most_threads)
+            limits = Limits(*nodes.options_set_by_user(options))
+            return RecordStream(reads, None, records, options, limits)
 
         return iter(replace_read_ahead(self._ds, read, check_record))
 

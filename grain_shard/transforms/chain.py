@@ -239,4 +239,4 @@ def _random_access(
     if (found := nodes.below_read_ahead(ds)) is None:
         return ds, (None, None)
     records, options = found
-    return records, nodes.set_options(options)
+    return records, nodes.options_set_by_user(options)
