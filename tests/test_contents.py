@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import threading
-import time
 from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
@@ -107,24 +105,6 @@ def test_epochs_compare_contents_also_where_the_rest_of_an_epoch_is_skipped():
         next(epochs)
         with pytest.raises(StateError, match="sort the list of files"):
             next(next(epochs))
-
-
-def test_a_source_for_one_thread_is_not_read_by_a_second_one_that_compares_it():
-    inside, alone = threading.Lock(), []
-
-    def read(index, record):
-        alone.append(inside.acquire(blocking=False))
-        if alone[-1]:
-            time.sleep(1e-3)  # so that two reads would meet
-            inside.release()
-        return record
-
-    state = saved(random_access(Files([0, 1] * 50)))
-    with iter(random_access(Files([1, 0] * 50, read), num_threads=1)) as iterator:
-        iterator.set_state(state)
-        with pytest.raises(StateError, match="sort the list of files"):
-            next(iterator)
-    assert all(alone)
 
 
 def test_seek_goes_on_with_any_contents():

@@ -46,7 +46,6 @@ class Opened(NamedTuple):
         reads: Returns the number of threads that read side by side, and its reason.
         faults: Returns the counts of failed reads.
         rereads: Some records to read again, beside the first batch.
-        by_one_thread: True if only one thread at a time may read the source.
     """
 
     position: Position
@@ -56,7 +55,6 @@ class Opened(NamedTuple):
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
     rereads: Sequence[Reread] = ()
-    by_one_thread: bool = False
 
 
 class HostBatches(ABC):

@@ -199,10 +199,9 @@ class RandomAccess(HostBatches):
             return ReadThreads(pace.threads, pace.count.why)
 
         # A source that only one thread may read must not be read again by another thread.
-        one = settings.num_threads == 1
-        again = [] if one else reread("a reading thread", elsewhere=False, has_threads=True)
-        opened = Opened(start, batches, total, reads=threads, faults=faults.counts, rereads=again)
-        return opened._replace(by_one_thread=one)
+        several = settings.num_threads != 1
+        again = reread("a reading thread", elsewhere=False, has_threads=True) if several else []
+        return Opened(start, batches, total, reads=threads, faults=faults.counts, rereads=again)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))

@@ -64,7 +64,6 @@ class Run:
         opened = host.open(position)
         self.begins_at, self._first_digest = opened.position, opened.first_digest
         self._parts, self._batches = parts, opened.batches
-        self._by_one_thread = opened.by_one_thread
         self.is_started = self._has_compared = False
         self.end: Raised | None = None
         num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
@@ -172,13 +171,7 @@ class Run:
         fields = {**host.next_batch(position), **placer.describe(), CONTENTS: by_record}
         if first_digest := self._first_digest():
             fields[FIRST_BATCH] = first_digest
-
-        def is_steady() -> bool:
-            if self._by_one_thread:
-                self._batches.wait_until_idle()
-            return contents.is_steady()
-
-        agreed = self.together.compare(fields, placer.digest, is_steady)
+        agreed = self.together.compare(fields, placer.digest, contents.is_steady)
         if contents.digest and not agreed:
             contents.leave_out()
         contents.digest = agreed

@@ -83,7 +83,6 @@ class HostStreams(HostBatches):
             made.position,
             in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
             first_digest=made.first_digest,
-            by_one_thread=options.num_threads == 1,
             faults=made.faults,
             rereads=rereads,
         )

@@ -112,14 +112,14 @@ class Background(Producer[T]):
     def wait_until_idle(self) -> None:
         """Waits until no thread works: the buffer is full, or all threads have ended.
 
-        It waits 30 seconds at most.
+        Only the consumer may call this. It waits 30 seconds at most.
         """
         results = self._results
 
         def is_idle() -> bool:
             return self._crew.has_no_thread or (results.is_full and results.ready >= results.begun)
 
-        self.wait_for(is_idle, _IDLE_S)
+        self._crew.wait_for(is_idle, _IDLE_S)
 
     @property
     def _has_ended(self) -> bool:
