@@ -169,11 +169,10 @@ class Together:
         if "doubt" not in verdict:
             return verdict.get(CONTENTS, "")
 
-        def decide(answers: Answers) -> bool:
-            return all(answers.values())
-
-        # Reading the records again may take long, with a slow source.
-        if self._verdict(_STEADY, is_steady(), decide, patience=LOOPS_MAY_TAKE):
+        is_steady_everywhere = self._verdict(_STEADY, is_steady(), lambda all_: all(all_.values()))
+        if is_steady_everywhere is None:  # the iterator was closed
+            raise StopIteration
+        if is_steady_everywhere:
             raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
         return ""
 
@@ -185,15 +184,11 @@ class Together:
             answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
         return answer
 
-    def _verdict(
-        self, round_: str, answer: Any, decide: Callable[[Answers], Any], patience: int = 1
-    ) -> Any:
+    def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
         if self._rounds is None:
             return decide({0: answer})
         self._rounds.put(round_, answer)
-        return self._rounds.verdict(
-            round_, decide, stopped=lambda: self._is_closed, patience=patience
-        )
+        return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
 
     def new_save(self) -> int:
         """Returns the number of a new save of the iterator, the same on all hosts.
@@ -262,14 +257,18 @@ class Together:
         if alarm is None or rounds is None:
             return
         alarm.raise_failure()  # raises if another host failed before, which stopped this iterator
-        if isinstance(error, AgreementError):
+        if isinstance(error, AgreementError) or self._has_failed:
             alarm.others_know()  # the other hosts have this error already, or cannot be told
             return
-        has_told = rounds.has_failed
-        if self._agreed is None:
-            rounds.fail(_START, describe_error(error))
-        if has_told:
-            alarm.others_know()  # by their next vote
+        self._has_failed, has_voted = True, rounds.has_failed
+        try:
+            if self._agreed is None:  # then other hosts may wait for this answer
+                rounds.fail(_START, describe_error(error))
+        except AgreementError:
+            if not has_voted:
+                raise
+        if has_voted:
+            alarm.others_know()  # this host has told them in a vote
         elif alarm.compares:
             alarm.sound(error)
 
