@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 import threading
 import time
 import weakref
@@ -120,10 +121,11 @@ class Crew:
         # Before the start: if an interrupt cuts the start short, `close` knows of the thread.
         self.threads.append(thread)
         self._running += 1
+        handled = sys.exception()  # the error that the caller handles
         try:
             thread.start()
         except RuntimeError as error:
-            if error.__context__ is not None:
+            if error.__context__ is not None and error.__context__ is not handled:
                 # An interrupt of the wait for the start, which Python followed by an error of its
                 # own, "release unlocked lock". The thread runs.
                 raise error.__context__ from None
