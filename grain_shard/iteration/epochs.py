@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from grain_shard.iteration.host_batches import Position
 from grain_shard.iteration.iterator import ShardedIterator
@@ -182,15 +182,17 @@ class EpochBatches(Iterator[Batch]):
         # One step, which an interrupt cannot leave half done.
         self.__dict__.update(vars(self._epochs._rewind(self.epoch)))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises an AttributeError, which names a method that the iterator over epochs has."""
-        text = f"'EpochBatches' object has no attribute {name!r}"
-        if not name.startswith("_") and hasattr(Epochs, name):
-            text += (
-                f", but all epochs together have it.\n  remedy: use epochs.{name} in the loop `for"
-                " batches in epochs: ...`."
-            )
-        raise AttributeError(text)
+    if not TYPE_CHECKING:  # so that type checkers, too, refuse an attribute that it lacks
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises an AttributeError, which names a method that the iterator over epochs has."""
+            text = f"'EpochBatches' object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(Epochs, name):
+                text += (
+                    f", but all epochs together have it.\n  remedy: use epochs.{name} in the loop"
+                    " `for batches in epochs: ...`."
+                )
+            raise AttributeError(text)
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Raises a TypeError: an item of `epochs` is no batch, but the batches of an epoch."""
