@@ -72,7 +72,7 @@ class Together:
         self._alarm: Alarm | None = None
         self._agreed: str | None = None
         self._saves = 0
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
 
     def until_agreed_end(
         self, placed: Background[T], read: Background[Any], **how: Any
