@@ -210,6 +210,7 @@ def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_on
     assert max(ahead) <= 60  # of Grain alone it would be up to 500 of each stream
 
 
+@pytest.mark.usefixtures("no_rereads")
 @pytest.mark.parametrize(
     ("options", "threads"),
     [({}, None), ({"num_threads": 0}, 1), ({"num_threads": 1}, 1), ({"num_threads": 32}, 32)],

@@ -360,7 +360,8 @@ class _Lines(Tasks):
     def has_evaluated(self, line: _Line) -> None:
         """Notes that the consumer evaluates no part. It takes no lock, like `close_line`."""
         line.consumer_evaluates = False
-        self._wanted.ring()
+        if line.limits.threads:  # a reader may have waited for the consumer
+            self._wanted.ring()
 
     def draw(self) -> Read | None:
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
