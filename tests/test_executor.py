@@ -73,10 +73,15 @@ def processes():
 @pytest.fixture(scope="module")
 def dask():
     distributed = pytest.importorskip("distributed")
-    cluster = distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
-    )
-    with cluster, distributed.Client(cluster) as client:
+    dask = pytest.importorskip("dask")
+    # Dask gives a worker up that takes more than 15 s to start again: a busy machine has failed so.
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
         yield client.get_executor()
 
 
