@@ -70,7 +70,6 @@ class Crew:
         threads: The threads that were started.
         failure: An error of the crew itself, because errors of tasks are results; None without one.
         is_stopped: True after `stop`.
-        is_over: True once no more tasks will be drawn.
     """
 
     def __init__(
@@ -84,7 +83,8 @@ class Crew:
     ):
         self.threads: list[threading.Thread] = []
         self.failure: Raised | None = None
-        self.is_stopped = self.is_over = False
+        self.is_stopped = False
+        self._is_over = False  # True once no more tasks will be drawn
         self._tasks, self._pace, self._name, self._progress = tasks, pace, name, progress
         self._wanted = num_threads if pace is None else pace.threads  # threads that should work
         self._world, self._closing = World(), Closing(tasks.close)
@@ -98,7 +98,7 @@ class Crew:
 
     def start(self) -> None:
         """Starts the first thread, which starts the others; a second call does nothing."""
-        if self.is_over:
+        if self._is_over:
             return
         try:
             rank = self._to_start.pop()
@@ -140,7 +140,7 @@ class Crew:
         """
         with self._lock:
             rank = len(self.threads)
-            if rank >= self._wanted or self.is_over:
+            if rank >= self._wanted or self._is_over:
                 return
             try:
                 self._start_thread(rank)
@@ -209,14 +209,14 @@ class Crew:
 
     def stop(self) -> None:
         """Tells the threads to end, without waiting."""
-        self.is_stopped = self.is_over = True
+        self.is_stopped = self._is_over = True
         self._tasks.stop()
         self._draw_no_more()
         if all(thread.ident is None for thread in self.threads):  # no thread was started
             self._closing.close()
 
     def _draw_no_more(self) -> None:
-        self.is_over = True
+        self._is_over = True
         self._more_wanted.ring()
         self._progress.ring()
 
@@ -278,9 +278,9 @@ class Crew:
             False if no task is left, so that the thread ends.
         """
         if rank >= self._wanted:
-            self._more_wanted.wait_for(lambda: rank < self._wanted or self.is_over)
+            self._more_wanted.wait_for(lambda: rank < self._wanted or self._is_over)
         with self._one_draws:
-            if self.is_over:
+            if self._is_over:
                 return False
             if rank >= self._wanted:
                 return True
