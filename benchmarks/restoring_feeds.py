@@ -36,9 +36,8 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
 
 
 def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostStreams:
-    ds = ds.after(ds.plan.of_host(layouts[host]))
-    saved = ds.plan.to_save(layouts, host)
-    return HostStreams(ds, saved_feeds=saved)
+    plan = ds.plan.of_host(layouts[host])
+    return HostStreams(plan, saved_feeds=plan.to_save(layouts, host))
 
 
 def state_of(host: HostStreams) -> dict[str, Any]:

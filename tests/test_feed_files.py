@@ -40,8 +40,8 @@ def opened(call, reading):
     return [name for name, reads in OPENED if "feeds-" in name and reads == reading], result
 
 
-def host_of(ds, layouts, host):
-    return HostStreams(ds, saved_feeds=ds.plan.to_save(layouts, host))
+def host_of(plan, layouts, host):
+    return HostStreams(plan, saved_feeds=plan.to_save(layouts, host))
 
 
 def hosts_of(ds, shards_of_hosts, divisor):
@@ -49,10 +49,7 @@ def hosts_of(ds, shards_of_hosts, divisor):
     layouts = {
         host: BatchLayout(divisor, tuple(shards)) for host, shards in enumerate(shards_of_hosts)
     }
-    return [
-        host_of(ds.after(ds.plan.of_host(layout)), layouts, host)
-        for host, layout in layouts.items()
-    ]
+    return [host_of(ds.plan.of_host(layout), layouts, host) for host, layout in layouts.items()]
 
 
 def even(num_hosts, num_shards):

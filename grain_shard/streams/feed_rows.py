@@ -21,7 +21,7 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.streams.rows import Joiner, StreamRows
-from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.streams import Turn
 from grain_shard.streams.turns import Turns, TurnSettings
 from grain_shard.trees import Batch
 
@@ -80,8 +80,9 @@ class FeedRows(StreamRows):
         Rows are counted among the rows that the feed gives to one batch, from 0.
 
         Example:
-            >>> layout = BatchLayout(divisor=8, shards=(2, 3, 4))
-            >>> FeedRows(num_feeds=4, global_batch_size=8, layout=layout).by_feed
+            >>> import grain_shard
+            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
+            >>> plan.of_host(BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
             {1: [0, 1], 2: [0]}
         """
         return self.rows_of(self.layout or _ALL_ROWS)
@@ -96,8 +97,9 @@ class FeedRows(StreamRows):
             layout: The rows of the host.
 
         Example:
-            >>> second_half = BatchLayout(divisor=2, shards=(1,))
-            >>> FeedRows(num_feeds=4, global_batch_size=8).rows_of(second_half)
+            >>> import grain_shard
+            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
+            >>> plan.rows_of(BatchLayout(divisor=2, shards=(1,)))
             {2: [0, 1], 3: [0, 1]}
         """
         size, found = self.rows_in_turn, dict[int, list[int]]()
@@ -116,7 +118,7 @@ class FeedRows(StreamRows):
     def begin(self, learned: Mapping[str, int]) -> FeedJoiner:
         return FeedJoiner(self)
 
-    def first(self, streams: Streams, rules: FaultRules) -> Batch:
+    def first(self, rules: FaultRules) -> Batch:
         """Returns a host batch that is all padding, for its shapes and dtypes.
 
         One row is read to learn them. It comes from the feed with the smallest number that has a
@@ -125,12 +127,12 @@ class FeedRows(StreamRows):
         Raises:
             ShardingError: No feed has a row.
         """
-        settings, joiner = TurnSettings(streams, 1, Faults(rules)), self.begin({})
+        settings, joiner = TurnSettings(self.streams, 1, Faults(rules)), self.begin({})
         for feed in range(self.num_feeds):
             with contextlib.closing(Turns(settings, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
-                streams.look_at(turn.state)
+                self.streams.look_at(turn.state)
                 return joiner.padding_like(turn)
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",
@@ -164,9 +166,10 @@ class FeedRows(StreamRows):
         Several hosts may run the same feed. The host with the smallest number writes the feed.
 
         Example:
+            >>> import grain_shard
+            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
             >>> halves = {host: BatchLayout(divisor=2, shards=(host % 2,)) for host in range(4)}
-            >>> rows = FeedRows(num_feeds=4, global_batch_size=8)
-            >>> [rows.to_save(halves, host) for host in halves]
+            >>> [plan.to_save(halves, host) for host in halves]
             [[0, 1], [2, 3], [], []]
         """
         # Hosts often hold the same shards. The dict keeps one layout for all of these hosts.
@@ -174,12 +177,10 @@ class FeedRows(StreamRows):
         saved_before = {feed for layout in before.values() for feed in self.rows_of(layout)}
         return [feed for feed in self.rows_of(layouts[host]) if feed not in saved_before]
 
-    def fault_rules(
-        self, streams: Streams, layouts: Mapping[int, BatchLayout], rules: FaultRules
-    ) -> FaultRules:
+    def fault_rules(self, layouts: Mapping[int, BatchLayout], rules: FaultRules) -> FaultRules:
         if not rules.masks:
             return rules
-        if not begins_with_records(streams.make(0)):
+        if not begins_with_records(self.streams.make(0)):
             raise ShardingError(
                 'on_bad_record="mask" needs feeds that begin with a grain.MapDataset, and feed 0'
                 " does not.",

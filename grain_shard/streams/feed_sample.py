@@ -16,7 +16,7 @@ from grain_shard.reading.sample import THREAD, Sample
 from grain_shard.reading.transient import is_transient
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.position import StreamsPosition
-from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.streams import Turn
 from grain_shard.streams.turns import Turns, TurnSettings
 from grain_shard.threads.background import Background, in_background
 
@@ -31,28 +31,21 @@ class FeedSample(Sample):
     """The first rows of each feed in a batch. An index of the sample is a row of the host's batch.
 
     Args:
-        streams: The feeds.
-        feed_rows: The rows of a batch that come from each feed.
+        plan: The rows of a batch that come from each feed.
         rules: The rules for failed reads.
         position: The position before the batch.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        feed_rows: FeedRows,
-        rules: FaultRules,
-        position: StreamsPosition,
-    ):
+    def __init__(self, plan: FeedRows, rules: FaultRules, position: StreamsPosition):
         self._places: dict[int, tuple[int, int]] = {}  # by row: the feed, and the row of the feed
         start = 0
-        for feed, kept in feed_rows.by_feed.items():
+        for feed, kept in plan.by_feed.items():
             self._places |= {start + n: (feed, row) for n, row in enumerate(kept[:_ROWS])}
             start += len(kept)
-        mask_key = None if feed_rows.padding is None else feed_rows.padding.mask_key
+        mask_key = None if plan.padding is None else plan.padding.mask_key
         no_records = grain.MapDataset.range(0)  # because no index of a record is known
         super().__init__(no_records, list(self._places), list(self._places), mask_key)
-        self._streams, self._rules, self._position = streams, rules, position
+        self._streams, self._rules, self._position = plan.streams, rules, position
         self._stage: Background[list[Any]] | None = None
 
     def alone(self, records: Iterable[int]) -> Iterator[tuple[int, Row | None]]:

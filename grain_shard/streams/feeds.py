@@ -145,9 +145,9 @@ class Feeds(Streams):
                 remedy='call .batch(global_batch_size). In place of drop_remainder pass remainder="'
                 'drop" to .shard_to, and in place of batch_fn pad or pack rows in make_feed.',
             )
-        rows = FeedRows(num_feeds=self.num_feeds, global_batch_size=global_batch_size)
+        plan = FeedRows(streams=self, num_feeds=self.num_feeds, global_batch_size=global_batch_size)
         name = f"batches of {global_batch_size} rows, of {self.num_feeds} feeds"
-        return StreamDataset(self, rows, made_by=name)
+        return StreamDataset(plan, made_by=name)
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -19,8 +19,8 @@ from grain_shard.reading.rereads import Maker
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.feed_sample import FeedSample
 from grain_shard.streams.position import StreamsPosition
+from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
-from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.streams.streams import ENDED
 from grain_shard.threads.background import in_background
 from grain_shard.trees import Batch
@@ -33,7 +33,7 @@ class HostStreams(HostBatches):
     feeds can be divided by feed, and other hosts can read the feeds that they run.
 
     Args:
-        ds: The batches, padded and cut to this host's rows.
+        plan: The streams, and how their turns become batches of this host's rows.
         options: The options with which the streams run. At most `options.buffer_size` batches wait
             on the host or are unfinished. With worker processes, it may be one batch more.
         rows: The rows that the streams yield on each of several hosts; see `HostBatches`.
@@ -44,37 +44,35 @@ class HostStreams(HostBatches):
 
     def __init__(
         self,
-        ds: StreamDataset,
+        plan: StreamRows,
         options: StreamOptions = StreamOptions(),  # noqa: B008 (it is frozen)
         rows: str = GLOBAL,
         saved_feeds: Sequence[int] | None = None,
     ):
-        self._ds, self._options, self.kind, self.rows = ds, options, ds.streams.kind, rows
+        self._plan, self._options, self.kind, self.rows = plan, options, plan.streams.kind, rows
         self.keeps_streams = not options.num_workers
-        self.padding = ds.plan.padding or Padding(1)
-        of_padding = {} if ds.plan.padding is None else ds.plan.padding.fingerprint()
-        self.fingerprint = {**ds.streams.fingerprint, **of_padding}
-        first_stream = self._first_stream = ds.streams.make(0)
+        self.padding = plan.padding or Padding(1)
+        of_padding = {} if plan.padding is None else plan.padding.fingerprint()
+        self.fingerprint = {**plan.streams.fingerprint, **of_padding}
+        first_stream = self._first_stream = plan.streams.make(0)
         # A source that only one thread may read must not be read again by another thread.
         several, of_feeds = options.num_threads != 1, self.kind == FEEDS
         self._rereads = Reread.of_stream(first_stream, any_number=of_feeds) if several else ()
         if self.kind != FEEDS:
             self.contents = Contents()  # two hosts may have unlike streams
             return
-        own = list(ds.plan.numbers)
+        own = list(plan.numbers)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         self.contents = Contents(first_stream)
-        self.compared = {**self.fingerprint, "global_batch_size": ds.plan.unpadded_size}
+        self.compared = {**self.fingerprint, "global_batch_size": plan.unpadded_size}
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
-        ds, options, rereads = self._ds, self._options, self._rereads
-        made = StreamBatches(ds.streams, ds.plan, options, position, self.contents)
+        plan, options, rereads = self._plan, self._options, self._rereads
+        made = StreamBatches(plan, options, position, self.contents)
         if options.num_workers:
-            assert isinstance(ds.plan, FeedRows)  # other streams take no workers
-            first_rows = functools.partial(
-                FeedSample, ds.streams, ds.plan, options.fault_rules, made.position
-            )
+            assert isinstance(plan, FeedRows)  # other streams take no workers
+            first_rows = functools.partial(FeedSample, plan, options.fault_rules, made.position)
             rereads = (Reread(first_rows, Maker("a worker process", False)), *rereads)
         # Worker processes have a buffer of their own. So with workers, only one batch waits in this
         # process.
@@ -91,24 +89,23 @@ class HostStreams(HostBatches):
         require_new_pass(self._first_stream)
 
     def first(self) -> Batch:
-        return self._ds.plan.first(self._ds.streams, self._options.fault_rules)
+        return self._plan.first(self._options.fault_rules)
 
     def next_batch(self, position: StreamsPosition) -> Mapping[str, Any]:
         return {"next batch": position.step}
 
     def repeated(self, times: int) -> NoReturn:
-        raise self._ds.streams.no_epochs()
+        raise self._plan.streams.no_epochs()
 
     def past_end(self, position: StreamsPosition, batches: int) -> StreamsPosition:
         step, states, learned = position
         return StreamsPosition.at(step + batches, states, ENDED, learned)
 
     def why_unsaved(self) -> str:
-        return self._ds.streams.why_unsaved
+        return self._plan.streams.why_unsaved
 
     def to_state(self, position: StreamsPosition) -> dict[str, Any]:
-        return position.to_state(self._ds.streams, self.fingerprint)
+        return position.to_state(self._plan.streams, self.fingerprint)
 
     def from_state(self, state: dict[str, Any]) -> StreamsPosition:
-        ds = self._ds
-        return StreamsPosition.of_state(state, ds.streams, self.fingerprint, ds.plan.numbers)
+        return StreamsPosition.of_state(state, self._plan, self.fingerprint)

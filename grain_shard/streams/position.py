@@ -13,6 +13,7 @@ from grain_shard.hosts.state_files import KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, plain
 from grain_shard.reading.padding import REMAINDER
 from grain_shard.state_json import UNCHANGED, sealed, unsealed
+from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.streams import Streams, StreamState
 
 # The key of a state for the number of batches handed out.
@@ -48,24 +49,20 @@ class StreamsPosition(NamedTuple):
 
     @classmethod
     def of_state(
-        cls,
-        state: Mapping[str, Any],
-        streams: Streams,
-        fingerprint: Fingerprint,
-        numbers: Iterable[int],
+        cls, state: Mapping[str, Any], plan: StreamRows, fingerprint: Fingerprint
     ) -> StreamsPosition:
-        """Returns the position of some streams in a saved state.
+        """Returns the position of this host's streams in a saved state.
 
         Args:
-            state: The saved state. It may also have streams that are not in `numbers`.
-            streams: The streams of the pipeline.
+            state: The saved state. It may also have streams that this host does not run.
+            plan: The streams of the pipeline, and which of them this host runs.
             fingerprint: The fields that must be the same as when the state was saved.
-            numbers: The numbers of the streams to take from the state.
 
         Raises:
             StateError: The state was saved by another pipeline, or does not have one of the
                 streams.
         """
+        streams, numbers = plan.streams, plan.numbers
         check_fingerprint(
             state,
             {KIND: streams.kind, **fingerprint},

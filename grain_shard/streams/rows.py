@@ -58,7 +58,13 @@ class Joiner(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRows(Plan):
-    """The plan by which turns become batches: the padding, and the rows that this host keeps."""
+    """The plan by which the turns of streams become batches: the padding, and this host's rows.
+
+    Attributes:
+        streams: The streams.
+    """
+
+    streams: Streams
 
     @property
     @abstractmethod
@@ -100,11 +106,10 @@ class StreamRows(Plan):
         """
 
     @abstractmethod
-    def first(self, streams: Streams, rules: FaultRules) -> Batch:
+    def first(self, rules: FaultRules) -> Batch:
         """Returns a host batch with the shapes and dtypes of this pipeline, to learn them.
 
         Args:
-            streams: The streams.
             rules: The rules for failed reads.
 
         Raises:
@@ -130,13 +135,10 @@ class StreamRows(Plan):
         """
         return ()
 
-    def fault_rules(
-        self, streams: Streams, layouts: Mapping[int, BatchLayout], rules: FaultRules
-    ) -> FaultRules:
+    def fault_rules(self, layouts: Mapping[int, BatchLayout], rules: FaultRules) -> FaultRules:
         """Returns the rules for failed reads: the user's, or a copy for rows of several hosts.
 
         Args:
-            streams: The streams.
             layouts: The rows of each host, by the host's number.
             rules: The user's rules.
 

@@ -13,7 +13,7 @@ from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import LEFT_OUT, StreamRows
-from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.streams import Turn
 from grain_shard.streams.turns import Turns, TurnSettings, TurnsOfWorkers
 from grain_shard.threads.tasks import Producer, Raised
 from grain_shard.trees import Batch
@@ -45,8 +45,7 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
     `Contents`.
 
     Args:
-        streams: The streams.
-        plan: How their turns become batches.
+        plan: The streams, and how their turns become batches.
         options: The options with which the streams run.
         position: The position at which the streams start; None for the beginning.
         contents: The two records of the source.
@@ -54,20 +53,19 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
 
     def __init__(
         self,
-        streams: Streams,
         plan: StreamRows,
         options: StreamOptions,
         position: StreamsPosition | None = None,
         contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
     ):
-        self._streams, self._plan, self._contents = streams, plan, contents
+        self._plan, self._contents = plan, contents
         self._end: Raised | None = None
         self._faults = Faults(options.fault_rules)
         step, pickled, learned = position or StreamsPosition.at(0, plan.numbers, {})
         self._joiner = plan.begin(learned)
         states = StreamsPosition(step, pickled).states()
         settings = TurnSettings(
-            streams, plan.rows_in_turn, self._faults, options.num_threads, options.buffer_size
+            plan.streams, plan.rows_in_turn, self._faults, options.num_threads, options.buffer_size
         )
         if options.num_workers:
             self._turns: Turns | TurnsOfWorkers
@@ -94,9 +92,9 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
                     # contents.
                     self._contents.read()
                     raise StopIteration
-                if not self._streams.has_begun:
-                    self._streams.has_begun = True
-                    self._streams.warn_of(turns, self._plan.unpadded_size or 0)
+                if not (streams := self._plan.streams).has_begun:
+                    streams.has_begun = True
+                    streams.warn_of(turns, self._plan.unpadded_size or 0)
                 batch = self._joiner.join(turns)
         except StopIteration:
             # Without the traceback, whose frames would keep this object in memory.
@@ -133,21 +131,19 @@ class StreamIterator(grain.DatasetIterator):
     """An iterator of Grain over batches of streams, without ``.shard_to``.
 
     Args:
-        streams: The streams.
-        plan: How their turns become batches.
+        plan: The streams, and how their turns become batches.
     """
 
     # Grain calls `close` even if `__init__` failed.
     _batches: Any = None
 
-    def __init__(self, streams: Streams, plan: StreamRows):
+    def __init__(self, plan: StreamRows):
         super().__init__()
         # `close` may run at the interpreter's exit, when the names of this module are gone. So the
         # error is made here.
         self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
         self._is_closed = False
-        self._streams, self._plan = streams, plan
-        self._batches = StreamBatches(streams, plan, StreamOptions())
+        self._plan, self._batches = plan, StreamBatches(plan, StreamOptions())
         self._position, self._is_broken = self._batches.position, False
 
     def __next__(self) -> Batch:
@@ -169,7 +165,7 @@ class StreamIterator(grain.DatasetIterator):
             raise
 
     def get_state(self) -> dict[str, Any]:
-        position, streams = self._position, self._streams
+        position, streams = self._position, self._plan.streams
         if streams.why_unsaved:
             # As it is: the loop may never save it, and a save says what cannot be saved.
             return dict(next(iter(position.states().values())))
@@ -178,14 +174,14 @@ class StreamIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if self._is_closed:
             raise self._closed
-        streams, plan, (state, _) = self._streams, self._plan, without_digest(from_storage(state))
-        self._go_to(StreamsPosition.of_state(state, streams, streams.fingerprint, plan.numbers))
+        plan, (state, _) = self._plan, without_digest(from_storage(state))
+        self._go_to(StreamsPosition.of_state(state, plan, plan.streams.fingerprint))
 
     def _go_to(self, position: StreamsPosition) -> None:
         # The new streams replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed stream.
         before = self._batches
-        self._batches = StreamBatches(self._streams, self._plan, StreamOptions(), position)
+        self._batches = StreamBatches(self._plan, StreamOptions(), position)
         self._position, self._is_broken = position, False
         before.close()
 

@@ -9,7 +9,7 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.stream_batches import StreamIterator
-from grain_shard.streams.streams import OneStream, Streams
+from grain_shard.streams.streams import OneStream
 from grain_shard.streams.whole_rows import WholeRows
 
 
@@ -17,23 +17,14 @@ class StreamDataset(grain.IterDataset):
     """Batches of a user's stream, or of feeds. The stages of the chain change their plan.
 
     Args:
-        streams: The streams.
-        plan: How the turns of the streams become batches.
+        plan: The streams, and how their turns become batches.
         made_by: The stage that made this dataset, or the name of the batches, for ``str``.
         parent: The dataset to which the stage was applied. Grain walks down the pipeline through
             the parents. None for batches of feeds, whose streams are made later.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        plan: StreamRows,
-        *,
-        made_by: Any,
-        parent: grain.IterDataset | None = None,
-    ):
+    def __init__(self, plan: StreamRows, *, made_by: Any, parent: grain.IterDataset | None = None):
         super().__init__(() if parent is None else (parent,))
-        self.streams: Streams = streams
         self.plan: StreamRows = plan
         self._made_by = made_by
 
@@ -44,7 +35,7 @@ class StreamDataset(grain.IterDataset):
         Raises:
             ShardingError: Grain would lose epochs of the dataset after a restore.
         """
-        return cls(OneStream(ds), WholeRows(stream=ds), made_by=ds, parent=ds)
+        return cls(WholeRows(streams=OneStream(ds)), made_by=ds, parent=ds)
 
     def after(self, plan: StreamRows, made_by: Any = None) -> StreamDataset:
         """Returns the dataset with another plan of the same batches, as after a stage.
@@ -54,14 +45,14 @@ class StreamDataset(grain.IterDataset):
             made_by: The stage.
         """
         parent = self if self.parents else None
-        return StreamDataset(self.streams, plan, made_by=made_by or self._made_by, parent=parent)
+        return StreamDataset(plan, made_by=made_by or self._made_by, parent=parent)
 
     def whole(self) -> StreamDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
 
         If rows of a user's stream were chosen already, the chosen rows count as a whole batch.
         """
-        chosen = self.plan.layout is not None and isinstance(self.streams, OneStream)
+        chosen = self.plan.layout is not None and isinstance(self.plan, WholeRows)
         return StreamDataset.of(self) if chosen else self
 
     def __getitem__(self, index: Any) -> NoReturn:
@@ -73,7 +64,7 @@ class StreamDataset(grain.IterDataset):
         )
 
     def __iter__(self) -> StreamIterator:
-        return StreamIterator(self.streams, self.plan)
+        return StreamIterator(self.plan)
 
     def __repr__(self) -> str:
         return f"<{self}>"

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import grain
-
 from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside import nodes
@@ -21,7 +19,7 @@ from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.spans import PAD, span
 from grain_shard.streams.rows import LEFT_OUT, Joiner, StreamRows
-from grain_shard.streams.streams import Streams, Turn
+from grain_shard.streams.streams import Turn
 from grain_shard.streams.turns import Turns, TurnSettings
 from grain_shard.trees import Batch, FlatBatch
 
@@ -33,20 +31,18 @@ class WholeRows(StreamRows):
     """The rows of the batches that a user's stream yields.
 
     Attributes:
-        stream: The stream.
         checks: Functions that check the rows of the first batch, which may differ from the size
             that the stream's nodes show.
         copies: True if the arrays of a batch are copied, because other objects may refer to them.
     """
 
-    stream: grain.IterDataset
     checks: tuple[Callable[[int], None], ...] = ()
     copies: bool = False
 
     @property
     def unpadded_size(self) -> int | None:
         given = None if self.padding is None else self.padding.global_batch_size
-        return given or nodes.iter_batch_size(self.stream)
+        return given or nodes.iter_batch_size(self.streams.make(0))
 
     @property
     def rows_in_turn(self) -> int:
@@ -58,15 +54,15 @@ class WholeRows(StreamRows):
 
     def with_own_arrays(self) -> WholeRows:
         # An `IterableBatches` has copied the arrays.
-        return replace(self, copies=not isinstance(self.stream, IterableBatches))
+        return replace(self, copies=not isinstance(self.streams.make(0), IterableBatches))
 
     def begin(self, learned: Mapping[str, int]) -> WholeJoiner:
         return WholeJoiner(self, learned)
 
-    def first(self, streams: Streams, rules: FaultRules) -> Batch:
-        require_another_pass(self.stream)
-        joiner = self.begin({})
-        with contextlib.closing(Turns(TurnSettings(streams, 1, Faults(rules)), {0: {}})) as turns:
+    def first(self, rules: FaultRules) -> Batch:
+        require_another_pass(self.streams.make(0))
+        settings, joiner = TurnSettings(self.streams, 1, Faults(rules)), self.begin({})
+        with contextlib.closing(Turns(settings, {0: {}})) as turns:
             while not joiner.has_ended(turn := next(turns)):
                 if (batch := joiner.join(turn)) is not LEFT_OUT:
                     return batch
@@ -135,7 +131,7 @@ class WholeJoiner(Joiner):
         """
         rows = self._rows
         if rows.checks and not self._is_restored:
-            refuse_records(rows.stream, flat)
+            refuse_records(rows.streams.make(0), flat)
             if flat.rows != rows.unpadded_size:
                 for check in rows.checks:
                     check(flat.rows)

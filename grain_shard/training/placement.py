@@ -18,7 +18,6 @@ from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
-from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.streams.streams import OneStream
 from grain_shard.streams.whole_rows import WholeRows
 from grain_shard.training import hardware
@@ -135,10 +134,9 @@ def prefetch_to_device(
         source = source.to_iter_dataset(_IN_TURN)
     elif not isinstance(source, grain.IterDataset):
         source = from_iterable(source, rows=GLOBAL)
-    rows = WholeRows(stream=source).with_own_arrays()
-    ds = StreamDataset(OneStream(source), rows, made_by=source, parent=source)
+    plan = WholeRows(streams=OneStream(source)).with_own_arrays()
     return ShardedIterator(
-        HostStreams(ds, StreamOptions(buffer_size=cpu_buffer_size)),
+        HostStreams(plan, StreamOptions(buffer_size=cpu_buffer_size)),
         _Placer(target),
         device_buffer_size=size,
         reshard=None,

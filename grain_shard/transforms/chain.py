@@ -186,7 +186,7 @@ class _Chain(Stage):
         return self._reading(padded, self.read)
 
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
-        layout, streams = self.put.shardings.layout(), ds.streams
+        layout, streams = self.put.shardings.layout(), ds.plan.streams
         read = streams.way_to_read(self.read, layout)
         streams.check_options(self.put)
         if streams.yields(self.put) == LOCAL:  # the dataset yields this host's rows already

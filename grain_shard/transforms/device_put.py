@@ -82,7 +82,7 @@ class DevicePut(Settings, Stage):
                 remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave executor out,"
                 " and use num_workers for feeds, or .mp_prefetch before .shard_to for a stream.",
             )
-        streams = ds.streams
+        streams = ds.plan.streams
         streams.check_options(self)
         yields, layouts = streams.yields(self), self.shardings.layouts()
         rows = ds.plan if yields == LOCAL else self._of_host(ds.plan)
@@ -92,12 +92,12 @@ class DevicePut(Settings, Stage):
             self.num_threads,
             self.num_workers,
             self.cpu_buffer_size,
-            rows.fault_rules(streams, layouts, self.fault_rules),
+            rows.fault_rules(layouts, self.fault_rules),
         )
         saved = rows.to_save(layouts, jax.process_index())
-        ds = ds.after(rows)
         size = rows.unpadded_size if yields != LOCAL else None
-        return self._sharded(ds, HostStreams(ds, options, yields, saved), lambda: size)
+        host = HostStreams(rows, options, yields, saved)
+        return self._sharded(ds.after(rows), host, lambda: size)
 
     def _of_host(self, plan: P) -> P:
         """Returns the plan for this host's rows, which a `ShardBatch` may have chosen before."""

@@ -132,7 +132,7 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
             the ``batch_fn`` of ``.batch`` pads the batches already.
     """
     below = list(nodes.walk(ds))
-    if any(isinstance(node, StreamDataset) and node.streams.kind == FEEDS for node in below):
+    if any(isinstance(node, StreamDataset) and node.plan.streams.kind == FEEDS for node in below):
         raise ShardingError(
             f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.",
             remedy="move this transformation into make_feed, where it gets single rows: return"
