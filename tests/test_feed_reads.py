@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import gc
 import itertools
 import os
@@ -15,12 +14,12 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard.grain_inside import routes
+from grain_shard.grain_inside import nodes, routes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import shared_reads
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import SharedReads, _Lines
+from grain_shard.reading.shared_reads import Limits, SharedReads, _Lines
 from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import (
@@ -129,7 +128,7 @@ def test_an_error_of_the_readers_themselves_ends_a_stream_of_cheap_records(reads
         return drawn(self)
 
     monkeypatch.setattr(_Lines, "_drawn", drawn_or_failed)
-    elements = reads.elements(grain.MapDataset.range(10**6), 0, ahead=True)
+    elements = reads.elements(grain.MapDataset.range(10**6), 0)
     for _ in range(3000):
         next(elements)
     fails.set()
@@ -149,7 +148,11 @@ def record_streams(ds):
 @pytest.fixture
 def replaced(reads):
     """A function that replaces the random-access parts of a pipeline."""
-    return lambda ds: replace_read_ahead(ds, functools.partial(RecordStream, reads, 0))
+
+    def stream(records, options):
+        return RecordStream(reads, 0, records, Limits(reads_ahead=nodes.has_threads(options)))
+
+    return lambda ds: replace_read_ahead(ds, stream)
 
 
 def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed(replaced):
@@ -179,7 +182,7 @@ def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents(replaced):
 )
 def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
     stream = replaced(grain.MapDataset.range(3).to_iter_dataset(options))
-    assert stream.ahead == is_read_ahead
+    assert stream.limits.reads_ahead == is_read_ahead
     with contextlib.closing(iter(stream)) as rows:
         assert next(rows) == 0
         assert bool(background_threads()) == is_read_ahead
@@ -403,7 +406,7 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
         return i
 
     records = grain.MapDataset.range(500).map(row)
-    with contextlib.closing(reads.elements(records, 0, ahead=True)) as elements:
+    with contextlib.closing(reads.elements(records, 0)) as elements:
         assert [next(elements) for _ in range(500)] == list(range(500))
 
 
@@ -415,7 +418,7 @@ def test_the_indices_of_many_records_are_computed_together(reads, monkeypatch):
     computed, records = [], grain.MapDataset.range(600).shuffle(seed=1)
     monkeypatch.setattr(shared_reads, "route", counted)
     monkeypatch.setattr(shared_reads, "records_in_time", lambda seconds: 1)  # as if they were slow
-    with contextlib.closing(reads.elements(records, 0, ahead=True)) as elements:
+    with contextlib.closing(reads.elements(records, 0)) as elements:
         assert list(elements) == list(records)
     assert len(computed) < 20
 
@@ -428,7 +431,7 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again(read
             raise failures.pop(0)
         return i
 
-    rows = iter(RecordStream(reads, 0, grain.MapDataset.range(5).map(row), grain.ReadOptions()))
+    rows = iter(RecordStream(reads, 0, grain.MapDataset.range(5).map(row), Limits()))
     assert [next(rows) for _ in range(3)] == [0, 1, 2]
     for match in ("once", "twice"):
         with pytest.raises(OSError, match=match):
@@ -437,7 +440,7 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again(read
 
 
 def test_a_stream_ends_also_where_the_garbage_collector_runs_under_the_lock(reads):
-    elements = reads.elements(grain.MapDataset.range(9), 0, ahead=False)
+    elements = reads.elements(grain.MapDataset.range(9), 0, Limits(reads_ahead=False))
     assert next(elements) == 0
     with reads._lines._lock:
         closing = threading.Thread(target=elements.close)
@@ -516,7 +519,7 @@ def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypat
     monkeypatch.setattr(_Lines, "has_read", has_read_late)
     monkeypatch.setattr(shared_reads, "_CHEAP_S", 60.0)
     reads, given = SharedReads(Faults(FAIL_AT_ONCE), 64), []
-    elements = reads.elements(grain.MapDataset.range(64), 0, ahead=True)
+    elements = reads.elements(grain.MapDataset.range(64), 0)
     thread = threading.Thread(target=given.extend, args=(elements,), daemon=True)
     thread.start()
     thread.join(30)

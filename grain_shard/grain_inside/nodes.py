@@ -294,6 +294,11 @@ def options_set_by_user(options: grain.ReadOptions) -> tuple[int | None, int | N
     )
 
 
+def has_threads(options: grain.ReadOptions) -> bool:
+    """Returns whether threads read ahead with these options: neither number is 0."""
+    return 0 not in (options.num_threads, options.prefetch_buffer_size)
+
+
 def read_by_threads(
     ds: grain.MapDataset | grain.IterDataset, *, any_number: bool
 ) -> grain.MapDataset | None:
@@ -305,8 +310,7 @@ def read_by_threads(
     """
     if (found := read_ahead(ds)) is not None:
         records, options = found
-        is_ahead = 0 not in (options.num_threads, options.prefetch_buffer_size)
-        by_several = is_ahead and (any_number or options.num_threads != 1)
+        by_several = has_threads(options) and (any_number or options.num_threads != 1)
         return records if by_several and len(records) else None
     below = (read_by_threads(parent, any_number=any_number) for parent in ds.parents)
     return next(filter(None, below), None)

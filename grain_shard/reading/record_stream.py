@@ -26,25 +26,17 @@ class RecordStream(grain.IterDataset):
         reads: Evaluates the records of all feeds of a host.
         feed: Number of the feed; None in a stream that is no feed.
         records: The records.
-        options: The `grain.ReadOptions` of ``.to_iter_dataset()``. Records are read ahead unless
-            the number of threads or the buffer size is 0.
         limits: The limits of reading ahead that the user has set.
     """
 
     def __init__(
-        self,
-        reads: SharedReads,
-        feed: int | None,
-        records: grain.MapDataset,
-        options: grain.ReadOptions,
-        limits: Limits = Limits(),  # noqa: B008 (it is immutable)
+        self, reads: SharedReads, feed: int | None, records: grain.MapDataset, limits: Limits
     ):
         super().__init__(records)
         self.reads: SharedReads = reads
         self.feed: int | None = feed
         self.records: grain.MapDataset = records
         self.limits: Limits = limits
-        self.ahead: bool = 0 not in (options.num_threads, options.prefetch_buffer_size)
 
     def __iter__(self) -> RecordIterator:
         return RecordIterator(self)
@@ -65,7 +57,7 @@ class RecordIterator(grain.DatasetIterator):
         while self._next_index < self._length:
             if self._next_elements is None:
                 self._next_elements = stream.reads.elements(
-                    stream.records, self._next_index, stream.limits, ahead=stream.ahead
+                    stream.records, self._next_index, stream.limits
                 )
             element = None
             try:

@@ -63,10 +63,14 @@ class Limits(NamedTuple):
     Attributes:
         threads: Most threads that evaluate records at the same time.
         ahead: Most records ahead of the consumer.
+        reads_ahead: True reads ahead from the first ``next`` on. False evaluates each record when
+            it is asked for. Only a source that reads many records in one call is then ahead, by the
+            records of one call.
     """
 
     threads: int | None = None
     ahead: int | None = None
+    reads_ahead: bool = True
 
 
 class SharedReads:
@@ -105,8 +109,6 @@ class SharedReads:
         records: grain.MapDataset,
         start: int,
         limits: Limits = Limits(),  # noqa: B008 (it is immutable)
-        *,
-        ahead: bool,
     ) -> Generator[Any]:
         """Yields records from an index on.
 
@@ -114,16 +116,13 @@ class SharedReads:
             records: The records.
             start: Index of the first record to yield.
             limits: The limits of reading ahead that the user has set for these records.
-            ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
-                is asked for. Only a source that reads many records in one call is then ahead, by
-                the records of one call.
 
         Raises:
             RuntimeError: The reads were stopped.
         """
-        line = self._lines.open(records, start, limits, ahead)
+        line = self._lines.open(records, start, limits)
         try:
-            if ahead:
+            if limits.reads_ahead:
                 self._readers.start()
             while line.taken < line.length:
                 if (part := self._lines.begin(line)) is not None:
@@ -178,9 +177,7 @@ class _Line:
 
     number = 0
 
-    def __init__(
-        self, records: grain.MapDataset, start: int, faults: Faults, limits: Limits, ahead: bool
-    ):
+    def __init__(self, records: grain.MapDataset, start: int, faults: Faults, limits: Limits):
         self.length, self.faults = len(records), faults
         self._records = records
         # The routes of the last few blocks of `_BLOCK` records, by the first record of each.
@@ -191,7 +188,7 @@ class _Line:
         self.limits, self.readers, self.consumer_evaluates = limits, 0, False
         self.record_bytes = 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
-        self._next_call, self._ahead = _FIRST_CALL, ahead
+        self._next_call = _FIRST_CALL
         self._seconds = collections.deque[float](maxlen=2)  # seconds per record of the last 2 reads
 
     def way(self, start: int, stop: int) -> Route:
@@ -223,7 +220,8 @@ class _Line:
         """
         began = time.perf_counter()
         elements = iter(self.way(part.start, part.stop).each(self.faults))
-        seconds, most_s = 0.0, math.inf if self.reads_many or not self._ahead else _LONGEST_S
+        may_leave = self.limits.reads_ahead and not self.reads_many
+        seconds, most_s = 0.0, _LONGEST_S if may_leave else math.inf
         while self.taken < part.stop and seconds < most_s:
             element = next(elements)
             seconds += time.perf_counter() - began
@@ -254,7 +252,7 @@ class _Line:
         That is so if the stream reads ahead, and neither of its last two reads was fast. Before the
         first read it is so, too. After a fast read, a single slow read may be chance.
         """
-        return self._ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
+        return self.limits.reads_ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
 
     @property
     def is_for_consumer(self) -> bool:
@@ -305,8 +303,8 @@ class _Lines(Tasks):
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
 
-    def open(self, records: grain.MapDataset, start: int, limits: Limits, ahead: bool) -> _Line:
-        line = _Line(records, start, self._faults, limits, ahead)
+    def open(self, records: grain.MapDataset, start: int, limits: Limits) -> _Line:
+        line = _Line(records, start, self._faults, limits)
         self._lines[line] = None
         self._wanted.ring()
         return line

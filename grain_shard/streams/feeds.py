@@ -28,7 +28,7 @@ from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import SharedReads
+from grain_shard.reading.shared_reads import Limits, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.state_json import warn_unsaved
@@ -189,7 +189,10 @@ class Feeds(Streams):
         return SharedReads(faults, rows * num_streams, num_threads, num_streams)
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
-        read = functools.partial(RecordStream, reads, number)
+        def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
+            limits = Limits(reads_ahead=nodes.has_threads(options))
+            return RecordStream(reads, number, records, limits)
+
         return iter(replace_read_ahead(self.make(number), read))
 
     def lacks(self, numbers: Sequence[int]) -> str:

@@ -205,8 +205,8 @@ class OneStream(Streams):
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
-            limits = Limits(*nodes.options_set_by_user(options))
-            return RecordStream(reads, None, records, options, limits)
+            limits = Limits(*nodes.options_set_by_user(options), nodes.has_threads(options))
+            return RecordStream(reads, None, records, limits)
 
         return iter(replace_read_ahead(self._ds, read, check_record))
 
