@@ -81,7 +81,7 @@ class HostStreams(HostBatches):
             made.position,
             in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
             first_digest=made.first_digest,
-            faults=made.faults,
+            faults=made.faults.counts,
             rereads=rereads,
         )
 

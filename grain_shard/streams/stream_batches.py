@@ -9,7 +9,7 @@ import grain
 
 from grain_shard.errors import reopening
 from grain_shard.reading.contents import Contents, without_digest
-from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
+from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import LEFT_OUT, StreamRows
@@ -49,6 +49,10 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
         options: The options with which the streams run.
         position: The position at which the streams start; None for the beginning.
         contents: The two records of the source.
+
+    Attributes:
+        faults: Decides on records that cannot be read, and counts them.
+        position: The position after the last batch. A later batch replaces it.
     """
 
     def __init__(
@@ -60,12 +64,12 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
     ):
         self._plan, self._contents = plan, contents
         self._end: Raised | None = None
-        self._faults = Faults(options.fault_rules)
+        self.faults: Faults = Faults(options.fault_rules)
         step, pickled, learned = position or StreamsPosition.at(0, plan.numbers, {})
         self._joiner = plan.begin(learned)
         states = StreamsPosition(step, pickled).states()
         settings = TurnSettings(
-            plan.streams, plan.rows_in_turn, self._faults, options.num_threads, options.buffer_size
+            plan.streams, plan.rows_in_turn, self.faults, options.num_threads, options.buffer_size
         )
         if options.num_workers:
             self._turns: Turns | TurnsOfWorkers
@@ -73,12 +77,7 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
         else:
             self._turns = Turns(settings, states)
             pickled = self._turns.pickled_states()  # of streams that are open by now
-        self._position = StreamsPosition(step, pickled, self._joiner.learned)
-
-    @property
-    def position(self) -> StreamsPosition:
-        """The position after the last batch. Later batches do not change it."""
-        return self._position
+        self.position: StreamsPosition = StreamsPosition(step, pickled, self._joiner.learned)
 
     def __next__(self) -> tuple[Batch, StreamsPosition]:
         if self._end is not None:
@@ -106,21 +105,17 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
             self._end = Raised(error, error.__traceback__)
             raise
         states = {turn.number: turn.state for turn in turns}
-        self._position = StreamsPosition(self._position.step + 1, states, self._joiner.learned)
+        self.position = StreamsPosition(self.position.step + 1, states, self._joiner.learned)
         if not self._contents.is_read:
             self._contents.read()
-        return batch, self._position
-
-    def faults(self) -> FaultCounts:
-        """Returns the counts of failed reads so far."""
-        return self._faults.counts()
+        return batch, self.position
 
     def first_digest(self) -> str:
         """Returns the digest of the first whole batch, or ""; see `Joiner`."""
         return self._joiner.first_digest
 
     def stop(self) -> None:
-        self._faults.stop()
+        self.faults.stop()
         self._turns.stop()
 
     def close(self) -> None:
