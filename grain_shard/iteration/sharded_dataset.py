@@ -17,7 +17,6 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.settings import Settings
-from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
@@ -74,11 +73,6 @@ class ShardedDataset(grain.IterDataset):
     def shardings(self) -> ShardingTree:
         """The shardings of the batches that are handed out."""
         return self.settings.final_shardings or self.settings.shardings
-
-    @property
-    def contents(self) -> Contents:
-        """Digests of two records of the source, to compare with other hosts and restored states."""
-        return self.host.contents
 
     def __len__(self) -> int:
         """Returns the number of batches.

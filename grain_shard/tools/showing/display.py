@@ -127,7 +127,7 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
     if layout.num_hosts > 1:
         once = settings.final_shardings is not None
         yield "read", "once, then moved by the devices" if once else "what each host needs"
-    if why_not := ds.contents.why_not:
+    if why_not := ds.host.contents.why_not:
         yield "contents", f"not compared: {why_not}"
     if why := ds.host.why_unsaved():
         yield "state", why.splitlines()[0]
