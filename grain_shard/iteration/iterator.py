@@ -281,11 +281,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._host.require_new_pass()
         self._go_to(None)
 
-    def _reopen(self) -> None:
-        """Goes on at the present position with another run, after an interrupt."""
-        with reopening():
-            self._open_anew(self._at.position, self._at.moves, self._at.digest)
-
     def _open_anew(self, position: Position | None, moves: int, digest: str) -> None:
         at = self._at
         self._at = at._replace(is_broken=True)
@@ -349,9 +344,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         A second call does nothing.
         """
         self._require_open()
-        if self._at.is_broken:
-            self._reopen()
         at = self._at
+        if at.is_broken:  # by an interrupt
+            with reopening():
+                self._open_anew(at.position, at.moves, at.digest)
+            at = self._at
         self._passes.used(self._mark)
         try:
             at.run.start()
