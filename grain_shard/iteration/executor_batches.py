@@ -56,23 +56,16 @@ class ExecutorBatches(Producer[int]):
         executor: Runs the tasks. The user shuts it down.
         batching: This host's batches.
         indices: The numbers of the batches.
-        rules: The rules for failed reads. A task whose worker was lost is submitted again as often
-            as a failed read is tried again.
-        faults: Adds up the failed reads that the workers count.
+        faults: Adds up the failed reads that the workers count, and has the rules for them. A task
+            whose worker was lost is submitted again as often as a failed read is tried again.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        batching: Batching,
-        indices: range,
-        rules: FaultRules,
-        faults: Faults,
-    ):
+    def __init__(self, executor: Executor, batching: Batching, indices: range, faults: Faults):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
         self._name = type(executor).__name__
-        packed = pickled((batching, rules))
-        self._pipeline = _Pipeline(World(), packed, (batching, rules))
+        pipeline = batching, faults.rules
+        packed = pickled(pipeline)
+        self._pipeline = _Pipeline(World(), packed, pipeline)
         if len(packed) > _LARGE_BYTES:
             logging.warning(
                 "grain_shard: each task for the executor carries the whole pipeline, %.1f MB. To"
@@ -80,7 +73,7 @@ class ExecutorBatches(Producer[int]):
                 " arrays in memory.",
                 len(packed) / 1e6,
             )
-        self._tries = 1 + rules.times
+        self._tries = 1 + faults.rules.times
         self._is_stopped = False
         self._changed = Bell()  # rung when a task is done, and when the batches are stopped
 

@@ -159,7 +159,7 @@ class RandomAccess(HostBatches):
             return [Reread(sample, Maker(maker, has_threads))]
 
         if settings.executor is not None:
-            tasks = ExecutorBatches(settings.executor, batching, indices, rules, faults)
+            tasks = ExecutorBatches(settings.executor, batching, indices, faults)
 
             def made(index: int) -> tuple[Batch, Progress]:
                 batch = tasks.made(index)

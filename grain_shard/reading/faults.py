@@ -191,10 +191,14 @@ class Faults(Recovery):
         rules: The user's rules.
         is_worker: True in a worker process. Too many bad records are then no error there, because
             the main process adds up the counts of all workers and raises the error.
+
+    Attributes:
+        rules: The user's rules.
     """
 
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
-        self._rules, self._is_worker = rules, is_worker
+        self.rules: FaultRules = rules
+        self._is_worker = is_worker
         self.masks: bool = rules.masks
         assert isinstance(rules.retries, Retries)
         self._retries: Retries = rules.retries
@@ -204,7 +208,7 @@ class Faults(Recovery):
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return functools.partial(Faults, is_worker=True), (self._rules,)
+        return functools.partial(Faults, is_worker=True), (self.rules,)
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
@@ -300,7 +304,7 @@ class Faults(Recovery):
             return False
         if isinstance(error, MemoryError | BadRecordsError) or not isinstance(error, Exception):
             return False
-        if self._rules.is_read_once:
+        if self.rules.is_read_once:
             return True
         # Several hosts read this record. An OSError, an ImportError or a transient error may come
         # from this host alone, for example if it lacks a file. Another host may read the record.
@@ -317,7 +321,7 @@ class Faults(Recovery):
         if self._exhausted > self._most():
             raise BadRecordsError(
                 f"{self._exhausted:,} records could not be read in {self._retries.times + 1} tries"
-                f" each, more than max_bad_records={self._rules.max_bad_records!r} allows. The"
+                f" each, more than max_bad_records={self.rules.max_bad_records!r} allows. The"
                 f" last error: {describe_error(error)}.\n"
                 "  remedy: check that this host can reach the source."
             ) from error
@@ -327,7 +331,7 @@ class Faults(Recovery):
 
         A share is taken of the records read so far, or of 1,000 if fewer were read.
         """
-        most = self._rules.max_bad_records
+        most = self.rules.max_bad_records
         if isinstance(most, numbers.Integral):
             return float(most)
         return most * max(self._counts.records, _SHARE_OF_AT_LEAST)
@@ -374,7 +378,7 @@ class Faults(Recovery):
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"
-                f" max_bad_records={self._rules.max_bad_records!r} allows. Among them:\n{shown}\n"
+                f" max_bad_records={self.rules.max_bad_records!r} allows. Among them:\n{shown}\n"
                 "  remedy: repair or leave out the records' files, or raise max_bad_records."
             ) from error
 
