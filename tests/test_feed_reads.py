@@ -188,6 +188,21 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
         assert bool(background_threads()) == is_read_ahead
 
 
+@pytest.mark.parametrize("options", [grain.ReadOptions(prefetch_buffer_size=0), IN_TURN])
+@pytest.mark.usefixtures("no_rereads")
+def test_without_read_ahead_streams_and_feeds_call_a_source_for_many_records_at_a_time(options):
+    for batches_of in (
+        lambda records: records.to_iter_dataset(options).batch(8),
+        lambda records: shared_out(records, 1, 8, options),
+    ):
+        source = BatchedSource(80)
+        records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
+        batches = ids(batches_of(records).shard_to(data_mesh(1)))
+        assert batches == np.arange(80).reshape(10, 8).tolist()
+        calls = [len(call) for call in source.calls]
+        assert [size for size in calls if size > 2] == [4, 8, 16, 32, 20]
+
+
 @pytest.mark.parametrize("are_made_one_by_one", [False, True])
 def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_one):
     made = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import grain
@@ -52,12 +52,13 @@ class FeedSample(Sample):
         of_feeds = collections.defaultdict[int, list[int]](list)
         for record in records:
             of_feeds[self._places[record][0]].append(record)
+        states = self._position.states()
         for feed, wanted in of_feeds.items():
             places = {record: self._places[record][1] for record in wanted}
             # Without a mask, the batch does not show which of its rows are padding.
             rows, missing = list[Any](), None if self._mask_key is None else NO_ROW
             try:
-                rows = self._rows_of(feed, 1 + max(places.values()))
+                rows = self._rows_of({feed: states[feed]}, 1 + max(places.values()))
             except StopIteration:  # stopped, or too late
                 missing = None
             except Exception as error:
@@ -65,15 +66,19 @@ class FeedSample(Sample):
             for record, row in places.items():
                 yield record, Row.of(rows[row]) if row < len(rows) else missing
 
-    def _rows_of(self, feed: int, count: int) -> list[Any]:
+    def _rows_of(self, state: Mapping[int, Any], count: int) -> list[Any]:
         """Reads the first rows of a new stream of a feed.
+
+        Args:
+            state: The number of the feed, and the state of its stream.
+            count: Number of rows.
 
         Raises:
             StopIteration: The sample was stopped, or the rows took too long.
             Exception: The feed raised it.
         """
         settings = TurnSettings(self._streams, count, Faults(self._rules, is_worker=True))
-        turns = Turns(settings, {feed: self._position.states()[feed]})
+        turns = Turns(settings, state)
         # In a thread of its own, because the feed may never give a row.
         self._stage = stage = in_background(_rows, turns, buffer_size=1, name=THREAD)
         try:

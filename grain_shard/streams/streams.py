@@ -205,7 +205,9 @@ class OneStream(Streams):
 
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
-            limits = Limits(*nodes.options_set_by_user(options), nodes.has_threads(options))
+            limits = Limits(reads_ahead=False)
+            if nodes.has_threads(options):
+                limits = Limits(*nodes.options_set_by_user(options))
             return RecordStream(reads, None, records, limits)
 
         return iter(replace_read_ahead(self._ds, read, check_record))
