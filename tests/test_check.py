@@ -23,7 +23,7 @@ from tests.test_rereads import OneFile
 
 RECORDS = grain.MapDataset.range(1000)
 WORKER = "a worker process"
-SECONDS = 30  # enough for each proof, also on a busy machine
+SECONDS = 600  # no proof runs out of time, also on a busy machine
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ def no_worker(monkeypatch):
         raise ShardingError("no worker in this test.", remedy="")
 
     monkeypatch.setattr(checking, "pickled", refuse)
+
+
+@pytest.fixture
+def few_times(monkeypatch):
+    """Where nothing is wrong, no second is spent to read a few records many times."""
+    monkeypatch.setattr(checking, "_AGAIN_S", 0.1)
 
 
 def numbered(ds):
@@ -97,7 +103,7 @@ PASS = {
 
 
 @pytest.mark.parametrize("name", PASS)
-def test_a_right_pipeline_passes(name, tmp_path, no_worker):
+def test_a_right_pipeline_passes(name, tmp_path, no_worker, few_times):
     make, options = PASS[name]
     options = {"mesh": lambda: data_mesh(4), **options}
     ds = make(tmp_path).shard_to(options.pop("mesh")(), **options)
@@ -114,15 +120,15 @@ def test_a_right_pipeline_passes(name, tmp_path, no_worker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ArrayRecord", "feeds"])
-def test_a_worker_process_gives_the_same_batches(name, tmp_path):
-    checked = check(PASS[name][0](tmp_path).shard_to(data_mesh(4)))
+def test_a_worker_process_gives_the_same_batches(name, tmp_path, few_times):
+    checked = check(PASS[name][0](tmp_path).shard_to(data_mesh(4)), seconds=SECONDS)
     (line,) = [line for line in checked.lines if line.name == WORKER]
     assert line.found == "ok"
     assert line.compared.startswith({"ArrayRecord": "13", "feeds": "20"}[name])
 
 
-def test_the_first_batches_the_last_ones_and_some_in_the_middle_are_read(no_worker):
-    checked = check(numbered(RECORDS).batch(8).shard_to(data_mesh(4)), seconds=6)
+def test_the_first_batches_the_last_ones_and_some_in_the_middle_are_read(no_worker, few_times):
+    checked = check(numbered(RECORDS).batch(8).shard_to(data_mesh(4)), seconds=SECONDS)
     assert checked.lines[0].compared == "20 batches (0:10, 120:125, 60:65), 160 rows"
     assert checked.lines[-1].compared == "125 steps in a pass"
     assert str(checked) == repr(checked)
@@ -177,7 +183,7 @@ def test_a_fault_is_named_with_its_record_and_leaf(name, tmp_path, no_worker, mo
     made = make(tmp_path)
     ds = made if isinstance(made, grain.MapDataset) else grain.MapDataset.source(made)
     with pytest.raises(ShardingError, match=rf"^batch\['x'\]: ({proof})") as failed:
-        check(ds.batch(8).shard_to(data_mesh(4)), batches=8)
+        check(ds.batch(8).shard_to(data_mesh(4)), batches=8, seconds=SECONDS)
     text = str(failed.value)
     assert "record " in text
     assert "alone g" in text  # "one thread that reads alone gets"
@@ -187,13 +193,15 @@ def test_a_fault_is_named_with_its_record_and_leaf(name, tmp_path, no_worker, mo
 
 
 @pytest.mark.parametrize(("way", "proof"), [("of_host", "2 hosts"), ("on_mesh", "mesh data=1")])
-def test_other_rows_on_another_host_or_mesh_are_found(way, proof, no_worker, monkeypatch):
+def test_other_rows_on_another_host_or_mesh_are_found(
+    way, proof, no_worker, few_times, monkeypatch
+):
     right, ds = getattr(checking, way), numbered(RECORDS).batch(8).shard_to(data_mesh(4))
     other = numbered(RECORDS[1:]).batch(8).shard_to(data_mesh(4))
     monkeypatch.setattr(checking, way, lambda ds, *where: right(other, *where))
     text = rf"{proof}: record 0 of epoch 0 \(row 0 of batch 0\) was 1. .* alone got 0."
     with pytest.raises(ShardingError, match=text) as failed:
-        check(ds, seconds=6)
+        check(ds, seconds=SECONDS)
     assert failed.value.path == "batch['id']"
     assert "a record depend on its index alone, and not on the records" in failed.value.remedy
 
@@ -201,7 +209,7 @@ def test_other_rows_on_another_host_or_mesh_are_found(way, proof, no_worker, mon
 def test_a_stream_that_does_not_go_back_to_a_state_is_found(no_worker):
     ds = Forgetful(lambda i: {"x": np.full(4, i)}, 100).shard_to(data_mesh(4))
     with pytest.raises(ShardingError, match="a restore, through JSON: row 0 of batch 10 was 0"):
-        check(ds, seconds=6)
+        check(ds, seconds=SECONDS)
 
 
 SCALE = 1
@@ -237,7 +245,7 @@ class Elsewhere:
 def test_a_worker_process_in_another_world_is_found(records, words, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2)
     with pytest.raises(ShardingError, match=f"{WORKER}: ") as failed:
-        check(records.batch(8).shard_to(data_mesh(4)), batches=4)
+        check(records.batch(8).shard_to(data_mesh(4)), batches=4, seconds=SECONDS)
     assert words in str(failed.value)
     assert "find what differs there: a flag, an environment variable" in failed.value.remedy
 
@@ -245,12 +253,13 @@ def test_a_worker_process_in_another_world_is_found(records, words, monkeypatch)
 @pytest.mark.slow
 def test_the_worker_processes_of_a_pipeline_are_checked_and_not_its_threads(tmp_path):
     source, options = OneFile(tmp_path / "r", 100), {"num_workers": 1}
-    found = lines_of(grain.MapDataset.source(source).batch(8).shard_to(data_mesh(4), **options))
+    ds = grain.MapDataset.source(source).batch(8).shard_to(data_mesh(4), **options)
+    found = lines_of(ds, seconds=SECONDS)
     assert found["the pipeline's worker processes (1)"] == "ok"
     assert found["16 threads"] == "does not apply: one thread at a time reads the records"
     ds = RECORDS.map(lambda i: {"x": os.getpid()}).batch(8).shard_to(data_mesh(4), **options)
     with pytest.raises(ShardingError, match=r"the pipeline's worker processes \(1\): "):
-        check(ds, batches=4)
+        check(ds, batches=4, seconds=SECONDS)
 
 
 # What is not proved.
@@ -260,10 +269,10 @@ def lines_of(ds, **options):
     return {line.name: line.found for line in check(ds, **options).lines}
 
 
-def test_a_pipeline_that_does_not_pickle_says_so_and_passes():
+def test_a_pipeline_that_does_not_pickle_says_so_and_passes(few_times):
     lock = threading.Lock()
     ds = RECORDS.map(lambda i: {"x": i, "locked": lock.locked()}).batch(8).shard_to(data_mesh(4))
-    found = lines_of(ds, batches=2, seconds=6)[WORKER]
+    found = lines_of(ds, batches=2, seconds=SECONDS)[WORKER]
     assert found.startswith("not checked: the pipeline cannot be sent to a worker process: ")
     assert "lock" in found
 
@@ -274,7 +283,7 @@ def test_a_source_of_one_pass_is_read_once():
             yield {"x": np.full(8, i)}
 
     ds = grain_shard.from_iterable(batches(), rows="global").shard_to(data_mesh(4))
-    lines = check(ds).lines
+    lines = check(ds, seconds=SECONDS).lines
     assert lines[0].compared == "4 batches (0:4), 32 rows"
     assert all(line.found.startswith("does not apply: ") for line in lines[1:])
 
@@ -330,7 +339,7 @@ def test_the_command_prints_the_table_and_one_line(name, code, line, tmp_path, m
     (tmp_path / f"{module}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert command(f"check {module}:{name} --seconds 6") == code
+    assert command(f"check {module}:{name} --seconds {SECONDS}") == code
     printed, told = capsys.readouterr()
     assert line.replace("MODULE", module) in told
     assert told.count("\n") == (code > 0)

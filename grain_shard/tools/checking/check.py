@@ -84,7 +84,7 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
         >>> import grain_shard
         >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
         >>> records = grain.MapDataset.range(6).map(lambda i: {"x": i}).to_iter_dataset()
-        >>> checked = check(records.filter(lambda record: True).batch(4).shard_to(mesh), seconds=5)
+        >>> checked = check(records.filter(lambda record: True).batch(4).shard_to(mesh))
         >>> [line.found for line in checked.lines if line.name == "2 hosts"]
         ['ok']
 
