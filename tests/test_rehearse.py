@@ -11,7 +11,9 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +22,8 @@ from jax.experimental import multihost_utils
 
 from grain_shard import rehearse
 from grain_shard.errors import GrainShardError
+from grain_shard.tools.rehearse import host_process, rehearsal
+from tests.conftest import HANG_S
 from tests.programs import command, without_grains_warning
 
 pytestmark = pytest.mark.slow
@@ -55,7 +59,7 @@ def has_ended(pid):
     except ProcessLookupError:
         return True
     with open(handle):
-        return bool(select.select([handle], [], [], 10)[0])
+        return bool(select.select([handle], [], [], HANG_S)[0])
 
 
 # What a host sees.
@@ -375,15 +379,39 @@ def test_any_other_stack_is_shown(script):
     assert shown.getvalue().splitlines() == [f"[host 0] {line}" for line in STACK]
 
 
-def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(script):
+def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(
+    script, tmp_path, monkeypatch
+):
+    """The rehearsal's clock goes on when host 0 has gone and both others say that they wait."""
     path = script("""
         def wait_for_the_others():
             print("waiting")
             time.sleep(1000)
-        if host > 0:
+        if host == 0:
+            with open(sys.argv[1], "w") as file:
+                file.write(str(os.getpid()))
+            os.replace(sys.argv[1], sys.argv[2])
+            sys.exit()
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+        with open(sys.argv[2]) as file:
+            host_0 = int(file.read())
+        try:
+            while True:  # until the rehearsal knows of its end
+                os.kill(host_0, 0)
+                time.sleep(0.01)
+        except ProcessLookupError:
             wait_for_the_others()
     """)
-    result = rehearse.run_script([path], hosts=3, timeout_s=3)
+    shown = io.StringIO()
+
+    def clock():
+        return time.monotonic() + 3600 * (shown.getvalue().count("waiting\n") == 2)
+
+    monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(host_process, "_SAY_S", 3.0)
+    words = [path, *(str(tmp_path / name) for name in ("host_0_writes", "host_0"))]
+    result = rehearse.run_script(words, hosts=3, timeout_s=600, echo=shown)
     assert (result.timed_out_hosts, result.failed_host, result.exit_code) == ([1, 2], None, 124)
     head, *of_hosts = result.summary().splitlines()
     assert head.startswith("timed out, still running: host 1, host 2. ")
@@ -393,18 +421,22 @@ def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(script):
         assert any("train.py" in line and "in wait_for_the_others" in line for line in said)
 
 
-def test_a_host_that_only_hears_of_a_failure_is_not_the_first(script):
+def test_a_host_that_only_hears_of_a_failure_is_not_the_first(script, tmp_path):
     """Although it ends sooner than the one that has failed, whose `finally` takes a while."""
+    os.mkfifo(tmp_path / "message")
     path = script("""
         from grain_shard import AgreementError
         if host == 0:
+            open(sys.argv[1]).close()  # blocks until host 1 opens it too
             raise AgreementError("host 1 failed: OSError: the bucket is gone")
         try:
+            open(sys.argv[1], "w").close()
             raise OSError("the bucket is gone")
         finally:
             time.sleep(1)
     """)
-    assert rehearse.run_script([path], hosts=2, timeout_s=60).failed_host == 1
+    result = rehearse.run_script([path, str(tmp_path / "message")], hosts=2, timeout_s=60)
+    assert result.failed_host == 1
 
 
 def test_no_hosts_are_refused():
