@@ -2,10 +2,11 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from grain_shard.hosts import exits
+from grain_shard.hosts import blocked, exits
 from grain_shard.hosts.own_data import OwnData
 from grain_shard.hosts.places import (
     IN_SAVE,
@@ -187,3 +188,14 @@ def test_a_wait_for_own_data_is_too_long_unless_another_batch_or_another_try_cam
     eventually(lambda: (hangs.error(7) or "").startswith("host 1 has waited"))
     assert [tries_again.error(7) for _ in range(3)] == [None] * 3
     assert [goes_on.error(batch) for batch in (7, 8, None, 8)] == [None] * 4
+
+
+@pytest.mark.parametrize(("moves_on", "ends"), [(2, False), (100, True)])
+def test_a_machine_that_stands_still_between_two_looks_blocks_no_loop(moves_on, ends, monkeypatch):
+    looks, ended = itertools.count(), []
+    clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(blocked, "time", clock)
+    monkeypatch.setattr(exits, "end", lambda: ended.append(True))
+    main = threading.main_thread().ident
+    blocked.end_if_blocked(lambda: (main, 0), lambda: next(looks) == moves_on)
+    assert bool(ended) == ends

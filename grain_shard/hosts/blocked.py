@@ -27,22 +27,24 @@ def end_if_blocked(loop: Callable[[], tuple[int, Any]], is_over: Callable[[], bo
     """Waits until the training loop has moved on, and ends the process if it does not.
 
     The loop is blocked if for 10 seconds its thread stays at one instruction and asks for no batch.
+    Only the pauses between the looks count: a machine that stands still for long blocks no loop.
     With GRAIN_SHARD_END_PROCESS=0 the process does not end.
 
     Args:
         loop: Returns the identifier of the loop's thread, and the number of batches asked for.
         is_over: Returns True once the loop has got the error.
     """
-    where, since = None, time.monotonic()
-    while time.monotonic() - since < _STILL_S:
+    where, still_s = None, 0.0
+    while still_s < _STILL_S:
         if is_over():
             return
         thread, asked = loop()
         frame = sys._current_frames().get(thread)
         now = asked, id(frame), frame and frame.f_lasti
         if now != where:
-            where, since = now, time.monotonic()
+            where, still_s = now, 0.0
         time.sleep(_LOOK_S)
+        still_s += _LOOK_S
     ends = os.environ.get(_END_PROCESS) != "0"
     try:
         logging.error(
