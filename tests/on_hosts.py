@@ -22,6 +22,7 @@ from jax.sharding import Mesh, Sharding
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.hosts import rounds
+from tests.conftest import HOSTS_S
 
 
 def refuse_collective_device_put():
@@ -157,7 +158,7 @@ def run_jobs(run_job, jobs, directory):
         is_last = job == len(jobs) - 1
         sizes = {"hosts": hosts, "devices_per_host": devices_per_host}
         try:
-            rehearse.run(run_job, job, str(directory), **sizes, timeout_s=120)
+            rehearse.run(run_job, job, str(directory), **sizes, timeout_s=HOSTS_S)
             assert is_last, "it was to be killed"
         except rehearse.RehearsalError as error:
             written = [_report_file(directory, job, host).exists() for host in range(hosts)]

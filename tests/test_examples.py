@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grain_shard import rehearse
+from tests.conftest import HOSTS_S
 from tests.programs import without_grains_warning
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -41,7 +42,7 @@ def run_on(hosts, script, folder, *options):
     """Rehearses a script on so many hosts, with eight devices in all; what host 0 printed."""
     words = [script, *map(str, options), "--distributed", "--checkpoint-dir", folder]
     sizes = {"hosts": hosts, "devices_per_host": 8 // hosts}
-    done = rehearse.run_script(words, **sizes, timeout_s=300, echo=sys.stdout)
+    done = rehearse.run_script(words, **sizes, timeout_s=HOSTS_S, echo=sys.stdout)
     assert done.exit_code == 0
     return done.outputs[0]
 
@@ -211,7 +212,7 @@ def test_a_model_axis_has_the_losses_of_one_host_on_two_with_explicit_axes_and_g
 
     def on_two_hosts(folder):
         words = [MODEL_AXIS, "--distributed", "--explicit", "--checkpoint-dir", folder]
-        done = rehearse.run_script(words, hosts=2, devices_per_host=4, timeout_s=300)
+        done = rehearse.run_script(words, hosts=2, devices_per_host=4, timeout_s=HOSTS_S)
         assert done.exit_code == 0, done.outputs
         return [losses_of(output) for output in done.outputs]
 

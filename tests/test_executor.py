@@ -21,7 +21,7 @@ import grain_shard
 from grain_shard import GrainShardError, Retries, ShardingError, rehearse
 from grain_shard.errors import BadRecordsError
 from grain_shard.iteration import executor_batches
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
+from tests.conftest import HANG_S, HOSTS_S, background_threads, data_mesh, eventually, wait
 from tests.on_hosts import own_parts
 from tests.pipelines import KINDS, assert_same_batches
 
@@ -240,7 +240,7 @@ def test_two_hosts_have_the_batches_of_threads(kind, request):
     elif kind == "of_ray":
         address = sys.modules["ray"].get_runtime_context().gcs_address
     hosts = rehearse.run(
-        on_two_hosts, kind, address, hosts=2, devices_per_host=2, timeout_s=3 * HANG_S
+        on_two_hosts, kind, address, hosts=2, devices_per_host=2, timeout_s=HOSTS_S
     )
     assert hosts == [True, True]
 

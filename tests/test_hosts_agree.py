@@ -27,7 +27,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from grain_shard.iteration.iterator import state_writer
-from tests.conftest import eventually
+from tests.conftest import HOSTS_S, eventually
 from tests.counting_source import Source, bad
 from tests.on_hosts import cases_of, meet, or_traceback, own_rows
 from tests.pipelines import shared_out
@@ -480,7 +480,7 @@ def results(tmp_path_factory):
             writer.write(np.int32(i).tobytes())
         writer.close()
     values = rehearse.run(
-        run_cases, CASES, str(directory), hosts=HOSTS, devices_per_host=2, timeout_s=150
+        run_cases, CASES, str(directory), hosts=HOSTS, devices_per_host=2, timeout_s=HOSTS_S
     )
     return {case: [value[case.__name__] for value in values] for case in CASES}
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import BatchSchedule, from_iterable, rehearse
+from tests.conftest import HOSTS_S
 from tests.on_hosts import assembled_batches, cases_of, data_mesh, own_parts, run_cases
 from tests.pipelines import IN_TURN, flat
 
@@ -199,7 +200,7 @@ def case_epochs_of_which_one_is_left_early(_):
 def runs():
     state, results, cases = None, {}, cases_of(globals())
     for hosts in HOSTS:
-        sizes = {"hosts": hosts, "devices_per_host": NUM_DEVICES // hosts, "timeout_s": 150}
+        sizes = {"hosts": hosts, "devices_per_host": NUM_DEVICES // hosts, "timeout_s": HOSTS_S}
         results[hosts] = rehearse.run(run_cases, cases, state, **sizes)
         state = results[hosts][0]["case_mixture_with_other_weights_from_record_16_on"]
     return results

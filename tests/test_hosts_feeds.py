@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests import text
+from tests.conftest import HOSTS_S
 from tests.on_hosts import assembled_batches, own_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -93,7 +94,10 @@ def expected():
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
     of_hosts = rehearse.run(
-        own_parts_on_all_meshes, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=240
+        own_parts_on_all_meshes,
+        hosts=hosts,
+        devices_per_host=NUM_DEVICES // hosts,
+        timeout_s=HOSTS_S,
     )
     for name, mesh in MESHES.items():
         batches = assembled_batches([found[name] for found in of_hosts])

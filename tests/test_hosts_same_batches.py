@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import hosts_mesh, rehearse
+from tests.conftest import HOSTS_S
 from tests.counting_source import Source, no_rereads
 from tests.on_hosts import assembled, or_traceback, own_parts
 
@@ -182,7 +183,7 @@ def runs():
     """By number of hosts, what each host returned for each case."""
     return {
         hosts: rehearse.run(
-            run_cases, CASES, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=120
+            run_cases, CASES, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=HOSTS_S
         )
         for hosts in HOSTS
     }

@@ -22,7 +22,7 @@ from grain_shard import rehearse
 from grain_shard.hosts import ends
 from grain_shard.spans import AGREE, span
 from grain_shard.stats.meter import Meter
-from tests.conftest import eventually
+from tests.conftest import HOSTS_S, eventually
 from tests.on_hosts import part_of
 from tests.pipelines import IN_TURN, shared_out
 
@@ -103,7 +103,7 @@ def what_each_says(kinds):
 
 @pytest.fixture(scope="module")
 def of_hosts():
-    return rehearse.run(what_each_says, KINDS, hosts=HOSTS, timeout_s=300)
+    return rehearse.run(what_each_says, KINDS, hosts=HOSTS, timeout_s=HOSTS_S)
 
 
 @pytest.mark.parametrize("kind", KINDS)

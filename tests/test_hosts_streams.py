@@ -23,7 +23,7 @@ import pytest
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.streams.stream_batches import StreamBatches
-from tests.conftest import HANG_S, eventually, ids
+from tests.conftest import HANG_S, HOSTS_S, eventually, ids
 from tests.on_hosts import (
     APIS,
     assembled_batches,
@@ -424,7 +424,7 @@ TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS + ALONE]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What each host returned, by case."""
-    results, each = {}, {"devices_per_host": 2, "timeout_s": 150}
+    results, each = {}, {"devices_per_host": 2, "timeout_s": HOSTS_S}
     for of_hosts, hosts in ((TWO_HOSTS, 2), (FOUR_HOSTS, 4)):
         directory = str(tmp_path_factory.mktemp("hosts"))
         run = rehearse.run(run_cases, of_hosts, directory, hosts=hosts, **each)

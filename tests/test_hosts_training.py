@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
+from tests.conftest import HOSTS_S
 from tests.on_hosts import data_mesh, model_over_hosts, part_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -84,7 +85,7 @@ def train_epochs():
 
 
 def test_500_steps_with_collectives_beside_the_prefetching_do_not_hang_5_times_of_5():
-    of_hosts = rehearse.run(train_epochs, hosts=2, devices_per_host=2, timeout_s=180)
+    of_hosts = rehearse.run(train_epochs, hosts=2, devices_per_host=2, timeout_s=HOSTS_S)
     assert of_hosts[0] == of_hosts[1]
     for epoch in of_hosts[0]:
         assert epoch["steps"] == STEPS
@@ -117,7 +118,7 @@ print("the whole epoch")
 def test_a_host_killed_in_mid_epoch_ends_the_other_in_its_collective(tmp_path, killed):
     script = tmp_path / "train.py"
     script.write_text(TRAIN_UNTIL_A_HOST_IS_KILLED)
-    result = rehearse.run_script([str(script), str(killed)], **TWO_HOSTS, timeout_s=120)
+    result = rehearse.run_script([str(script), str(killed)], **TWO_HOSTS, timeout_s=HOSTS_S)
     assert result.timed_out_hosts == []
     assert result.returncodes[killed] == -signal.SIGKILL
     assert result.returncodes[1 - killed] != 0
@@ -136,7 +137,7 @@ def read_streams_until_host_1_is_killed():
 
 def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     with pytest.raises(rehearse.RehearsalError) as failure:
-        rehearse.run(read_streams_until_host_1_is_killed, **TWO_HOSTS, timeout_s=90)
+        rehearse.run(read_streams_until_host_1_is_killed, **TWO_HOSTS, timeout_s=HOSTS_S)
     result = failure.value.result
     assert result.timed_out_hosts == []
     assert result.returncodes[1] == -signal.SIGKILL

@@ -19,6 +19,7 @@ import pytest
 import grain_shard
 from grain_shard import ShardedIterator, StateError, rehearse
 from tests.conftest import (
+    HOSTS_S,
     Restorable,
     assert_ended,
     background_threads,
@@ -304,7 +305,7 @@ def what_they_raise():
 
 @pytest.mark.slow
 def test_an_interrupt_on_one_of_two_hosts_is_an_error_on_both():
-    first, second = rehearse.run(what_they_raise, hosts=2, devices_per_host=2, timeout_s=100)
+    first, second = rehearse.run(what_they_raise, hosts=2, devices_per_host=2, timeout_s=HOSTS_S)
     for (here, rows), (there, other_rows) in zip(first, second, strict=True):
         assert "host 1 failed" in here
         assert there.startswith("KeyboardInterrupt interrupted a call of next on this host, host 1")

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from grain_shard import rehearse
 from grain_shard.errors import GrainShardError
 from grain_shard.tools.rehearse import host_process, rehearsal
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, HOSTS_S
 from tests.programs import command, without_grains_warning
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ def test_one_host_amid_the_variables_of_a_real_cluster(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "192.0.2.1:1234")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    assert rehearse.run(place_of_this_host, hosts=1, timeout_s=60) == [
+    assert rehearse.run(place_of_this_host, hosts=1, timeout_s=HOSTS_S) == [
         {"process": (0, 1), "devices": (1, 1), "platform": "cpu", "gathered": [0]}
     ]
 
@@ -104,7 +104,8 @@ def test_a_script_that_waits_for_no_result_ends_when_its_devices_have_finished(s
             x.sum()
     """)
     for _ in range(5):
-        assert rehearse.run_script([path], hosts=2, devices_per_host=4, timeout_s=60).exit_code == 0
+        result = rehearse.run_script([path], hosts=2, devices_per_host=4, timeout_s=HOSTS_S)
+        assert result.exit_code == 0
 
 
 def test_a_function_is_sent_with_its_closure_and_returns_any_value():
@@ -146,7 +147,9 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
         print("with", jax.device_count(), "devices\\nno newline", end="")
     """)
     command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", "--devices-per-host", "3", path]
-    ended = subprocess.run([*command, "--steps", "7"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [*command, "--steps", "7"], capture_output=True, text=True, timeout=HOSTS_S
+    )
     assert (ended.returncode, without_grains_warning(ended.stderr)) == (0, "")
     others = ["no newline", "of C++", "on stderr"]
     assert sorted(ended.stdout.splitlines()) == [
@@ -273,7 +276,7 @@ def test_the_first_failure_is_told_and_ends_the_others(script, failure, exit_cod
             {failure}
         signal.pause()
     """)
-    result = rehearse.run_script([path], hosts=2, timeout_s=60)
+    result = rehearse.run_script([path], hosts=2, timeout_s=HOSTS_S)
     assert (result.failed_host, result.exit_code) == (1, exit_code)
     assert result.returncodes[0] == -signal.SIGTERM
     assert result.summary().splitlines()[0] == f"host 1 failed first, with {head}"
@@ -299,7 +302,9 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path):
         open(sys.argv[1], "w").close()
         signal.pause()
     """)
-    result = rehearse.run_script([path, str(tmp_path / "host_0_is_ready")], hosts=2, timeout_s=60)
+    result = rehearse.run_script(
+        [path, str(tmp_path / "host_0_is_ready")], hosts=2, timeout_s=HOSTS_S
+    )
     assert result.returncodes == [-signal.SIGKILL, 1]
     assert result.failed_host == 1
 
@@ -315,7 +320,7 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure):
             multihost_utils.process_allgather(np.array([step]))
 
     with pytest.raises(rehearse.RehearsalError) as caught:
-        rehearse.run(train, hosts=3, timeout_s=60)
+        rehearse.run(train, hosts=3, timeout_s=HOSTS_S)
     assert isinstance(caught.value, GrainShardError)
     assert caught.value.result.failed_host == 1
     assert caught.value.result.exit_code == {"raise": 1, "kill": 137}[failure]
@@ -344,7 +349,7 @@ def test_a_crash_is_reported_even_if_another_host_notices_it_first(notices, said
         time.sleep(0.1)  # a crash, in slow motion: the connections go before the process does
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    result = rehearse.run_script([path, str(tmp_path / "connection")], hosts=2, timeout_s=60)
+    result = rehearse.run_script([path, str(tmp_path / "connection")], hosts=2, timeout_s=HOSTS_S)
     assert said in result.outputs[0]
     assert result.failed_host == 1
 
@@ -361,7 +366,7 @@ def test_the_stack_with_which_jax_ends_a_host_that_lost_another_is_not_shown(scr
             raise ValueError("boom")
         signal.pause()
     """)
-    result = rehearse.run_script([path], hosts=2, timeout_s=60, end_others=False, echo=shown)
+    result = rehearse.run_script([path], hosts=2, timeout_s=HOSTS_S, end_others=False, echo=shown)
     prints_it = STACK[0] in result.outputs[1]  # JAX 0.9 ends the host without it
     code = -signal.SIGABRT if prints_it else 1
     assert (result.failed_host, result.returncodes) == (0, [1, code])
@@ -375,7 +380,7 @@ def test_the_stack_with_which_jax_ends_a_host_that_lost_another_is_not_shown(scr
 def test_any_other_stack_is_shown(script):
     shown = io.StringIO()
     path = script(f"print({STACK[0]!r}); print({STACK[1]!r}); os.abort()")
-    rehearse.run_script([path], hosts=1, timeout_s=60, echo=shown)
+    rehearse.run_script([path], hosts=1, timeout_s=HOSTS_S, echo=shown)
     assert shown.getvalue().splitlines() == [f"[host 0] {line}" for line in STACK]
 
 
@@ -411,7 +416,7 @@ def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(host_process, "_SAY_S", 3.0)
     words = [path, *(str(tmp_path / name) for name in ("host_0_writes", "host_0"))]
-    result = rehearse.run_script(words, hosts=3, timeout_s=600, echo=shown)
+    result = rehearse.run_script(words, hosts=3, timeout_s=HOSTS_S, echo=shown)
     assert (result.timed_out_hosts, result.failed_host, result.exit_code) == ([1, 2], None, 124)
     head, *of_hosts = result.summary().splitlines()
     assert head.startswith("timed out, still running: host 1, host 2. ")
@@ -435,7 +440,7 @@ def test_a_host_that_only_hears_of_a_failure_is_not_the_first(script, tmp_path):
         finally:
             time.sleep(1)
     """)
-    result = rehearse.run_script([path, str(tmp_path / "message")], hosts=2, timeout_s=60)
+    result = rehearse.run_script([path, str(tmp_path / "message")], hosts=2, timeout_s=HOSTS_S)
     assert result.failed_host == 1
 
 
@@ -460,7 +465,7 @@ def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
         try:
             lines = [rehearsal.stdout.readline() for _ in range(2)]
             rehearsal.send_signal(number)
-            assert rehearsal.wait(timeout=60) == 128 + number
+            assert rehearsal.wait(HANG_S) == 128 + number
             name = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)
             said = f"rehearse: stopped by {name}; no host runs any more\n"
             assert without_grains_warning(rehearsal.stderr.read()) == said
@@ -480,7 +485,7 @@ def test_the_workers_of_a_host_end_with_it(has_waitid, script, monkeypatch):
         print(worker.pid)
         os._exit(0)
     """)
-    result = rehearse.run_script([path], hosts=1, timeout_s=60)
+    result = rehearse.run_script([path], hosts=1, timeout_s=HOSTS_S)
     assert result.exit_code == 0
     assert has_ended(int(result.outputs[0]))
 
@@ -491,7 +496,7 @@ def test_a_killed_hosts_shared_memory_is_freed(script):
         print(SharedMemory(create=True, size=8).name)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    result = rehearse.run_script([path], hosts=1, timeout_s=60)
+    result = rehearse.run_script([path], hosts=1, timeout_s=HOSTS_S)
     with pytest.raises(FileNotFoundError):
         SharedMemory(result.outputs[0].split()[0])
 

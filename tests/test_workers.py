@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import grain_shard
 from grain_shard import ShardingError, rehearse
 from tests import text
-from tests.conftest import assert_ended, data_mesh, eventually, ids, numbered
+from tests.conftest import HOSTS_S, assert_ended, data_mesh, eventually, ids, numbered
 from tests.pipelines import Odd, assert_same_batches, shared_out, with_states
 from tests.programs import run, script
 
@@ -235,7 +235,7 @@ def test_a_main_script_that_joins_the_hosts_when_a_worker_imports_it_is_refused(
             list(pipeline(num_workers=1))
     """)
     (tmp_path / "train.py").write_text(code)
-    result = rehearse.run_script([str(tmp_path / "train.py")], hosts=2, timeout_s=60)
+    result = rehearse.run_script([str(tmp_path / "train.py")], hosts=2, timeout_s=HOSTS_S)
     line = code.splitlines().index("jax.distributed.initialize()") + 1
     said = f"would call jax.distributed.initialize() again (line {line} of "
     assert result.exit_code == 1
