@@ -360,7 +360,7 @@ def case_some_hosts_only_and_then_all(host, _):
     if host < 2:
         with shard(numbered(8).batch(8), mesh_of(jax.devices()[:4], (4,))) as iterator:
             own_ids(next(iterator))
-    with shard(numbered(24).batch(8), timeout_s=5) as iterator:
+    with shard(numbered(24).batch(8)) as iterator:
         return [own_ids(next(iterator))]
 
 
@@ -457,6 +457,7 @@ def case_saves_of_an_iterator_of_one_host(host, directory):
             next(ours)
         late = "all have saved"
         ds = numbered()[host::HOSTS].to_iter_dataset().batch(2)
+        meet("the next save is of three hosts")
         try:
             if host != ODD:
                 with shard(ds, rows="local", timeout_s=2) as others:

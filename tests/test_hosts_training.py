@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests.conftest import HOSTS_S
-from tests.on_hosts import data_mesh, model_over_hosts, part_of
+from tests.on_hosts import data_mesh, meet, model_over_hosts, part_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -102,7 +102,7 @@ import os, signal, sys
 import grain, jax
 import grain_shard
 
-jax.distributed.initialize(heartbeat_timeout_seconds=5)  # 100 by default
+jax.distributed.initialize(heartbeat_timeout_seconds=20)  # 100 by default
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 records = grain.MapDataset.range(4000).map(lambda i: {"id": i})
 total = jax.jit(lambda batch: batch["id"].sum())  # a collective
@@ -129,6 +129,7 @@ def read_streams_until_host_1_is_killed():
     """A loop without a collective, where nothing but the agreement can notice."""
     mesh = data_mesh()
     own = records(4000)[part_of(grain_shard.ShardByMesh(mesh))].to_iter_dataset()
+    meet("both are here")  # for the first vote of all, a host has only 2 s
     for count, _ in enumerate(own.batch(4).shard_to(mesh, rows="local", timeout_s=2)):
         if jax.process_index() == 1 and count == 5:
             os.kill(os.getpid(), signal.SIGKILL)
