@@ -23,6 +23,7 @@ from grain_shard.reading.shared_reads import Limits, SharedReads, _Lines
 from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import (
+    HANG_S,
     assert_ended,
     background_threads,
     data_mesh,
@@ -537,6 +538,6 @@ def test_no_stream_waits_if_a_reader_notes_late_that_records_are_cheap(monkeypat
     elements = reads.elements(grain.MapDataset.range(64), 0)
     thread = threading.Thread(target=given.extend, args=(elements,), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(HANG_S)
     reads.close()
     assert given == list(range(64))

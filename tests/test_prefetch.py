@@ -124,7 +124,7 @@ class TestErrors:
                 wait(waiting)
                 for _ in range(5):
                     interrupt()
-                    if interrupted.wait(2):
+                    if interrupted.wait(HANG_S / 5):
                         return n
                 raise AssertionError("hangs")
             return n
