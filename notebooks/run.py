@@ -30,7 +30,7 @@ import gc, threading
 gc.collect()
 left = [t for t in threading.enumerate() if t.name.startswith("grain-shard")]
 for thread in left:
-    thread.join(timeout=10)  # that of an iterator which was just let go of ends by itself
+    thread.join(timeout=60)  # that of an iterator which was just let go of ends by itself
     assert not thread.is_alive(), f"close their iterators: {left}"
 """
 
@@ -51,6 +51,7 @@ def run(path: Path) -> nbformat.NotebookNode:
         client = NotebookClient(
             notebook,
             timeout=CELL_TIMEOUT_S,
+            startup_timeout=CELL_TIMEOUT_S,  # of the kernel; a minute if it is not said
             kernel_name="python3",
             record_timing=False,
             resources={"metadata": {"path": str(working)}},

@@ -22,7 +22,7 @@ from grain_shard.threads import crew
 from tests.counting_source import no_rereads
 
 HANG_S = 60  # seconds after which a wait counts as a hang
-HOSTS_S = 600  # and hosts: on a busy machine it takes them a minute or two to start
+HOSTS_S = 600  # and hosts, or a program: a busy machine takes a minute or two to start one
 
 
 def background_threads():

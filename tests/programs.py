@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import HANG_S
+from tests.conftest import HOSTS_S
 
 ROOT = str(Path(__file__).parents[1])
 # Reads the arguments of one program after the other. Of each it writes the process's number, and
@@ -117,7 +117,7 @@ def run(code, path, *arguments):
     forks = _forks()
     forks.stdin.write("\0".join([str(path), *arguments]) + "\n")
     pid = int(forks.stdout.readline())
-    has_ended, _, _ = select.select([forks.stdout], [], [], HANG_S)
+    has_ended, _, _ = select.select([forks.stdout], [], [], HOSTS_S)
     if not has_ended:
         os.kill(pid, signal.SIGKILL)
     exit_code = int(forks.stdout.readline())

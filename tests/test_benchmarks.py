@@ -28,6 +28,7 @@ from benchmarks.measure import (
 from benchmarks.page import write_page
 from benchmarks.report import print_tables
 from benchmarks.saved import read_json, write_json
+from tests.conftest import HOSTS_S
 
 ROOT = Path(__file__).parent.parent
 NAMED = {group.name: group for group in GROUPS}
@@ -227,7 +228,7 @@ def test_the_picture_has_a_bar_for_each_of_three_others(tmp_path):
 @pytest.mark.long
 def test_the_command_measures_a_goal_and_writes_json(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "P5", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HOSTS_S)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["conditions"]["quick"] is True

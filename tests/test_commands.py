@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from grain_shard.errors import GrainShardError, ShardingError
-from tests.conftest import HANG_S
+from tests.conftest import HOSTS_S
 from tests.programs import command, without_grains_warning
 
 # A command of a test's own, in place of rehearse: PROGRAM % what it does.
@@ -25,7 +25,7 @@ face.command()
 
 
 def run(*words, **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": HANG_S} | options
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": HOSTS_S} | options
     done = subprocess.run([sys.executable, *words], text=True, **options)
     done.stderr = without_grains_warning(done.stderr)
     return done

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 import grain_shard
-from tests.conftest import Made, MadeIterator, background_threads, data_mesh, eventually, ids
+from tests.conftest import (
+    HOSTS_S,
+    Made,
+    MadeIterator,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+)
 from tests.pipelines import assert_same, feeds_of, with_states
 from tests.programs import start
 from tests.test_feeds import unclosable
@@ -226,7 +234,7 @@ def test_the_end_of_the_program_is_the_end_of_its_workers_and_of_their_memory(ho
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HOSTS_S)
     finally:
         process.kill()
     assert err.count("Traceback") == (how != "kill -9")
