@@ -505,6 +505,20 @@ EXITS = {
         next(iterator)
         print("end")
         """,
+    "with a worker that takes longer to end than the exit waits for threads": """
+        from grain_shard.threads import crew
+        crew._JOIN_TIMEOUT_S = 0.1
+        def decode(i):
+            import multiprocessing.util as util
+            if i == 0 and multiprocessing.parent_process() is not None:
+                util.Finalize(None, time.sleep, (2,), exitpriority=10)
+            return {"id": np.int32(i)}
+        import multiprocessing
+        if __name__ == "__main__":
+            iterator = iter(pipeline(decode, num_workers=1))
+            next(iterator)
+            print("end")
+        """,
     "with two workers": """
         if __name__ == "__main__":
             iterator = iter(pipeline(num_workers=2))

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import multiprocessing
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import pickle
 import re
@@ -48,6 +49,23 @@ MakeElements = Callable[[int, int], Iterator[Any]]
 _ALIGNMENT = 64
 # Signals to a whole job. They are meant for the training script, so the workers ignore them.
 _TO_THE_JOB = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+# For each call of `close` that is at work, an event that is set at its end; and the most seconds
+# that the interpreter's exit waits for it.
+_closing: set[threading.Event] = set()
+_EXIT_WAITS_S = 60.0
+
+
+def _wait_until_closed() -> None:
+    """Waits for the threads that are closing worker processes.
+
+    At the interpreter's exit Grain closes its iterators, too, and fails if a thread that is at it
+    comes first. With its priority this function runs before that.
+    """
+    for ended in _closing.copy():
+        ended.wait(_EXIT_WAITS_S)
+
+
+multiprocessing.util.Finalize(None, _wait_until_closed, exitpriority=2)  # Grain's has 1
 
 
 class WorkerProcesses(Producer[Any]):
@@ -115,8 +133,13 @@ class WorkerProcesses(Producer[Any]):
         self._is_closed, elements, self._elements = True, self._elements, None
         self._remove_parcel()
         if elements is not None:
-            with noting("while closing the worker processes"):
-                elements.close()
+            _closing.add(ended := threading.Event())
+            try:
+                with noting("while closing the worker processes"):
+                    elements.close()
+            finally:
+                _closing.discard(ended)
+                ended.set()
             # The frames of an error refer to frames of Grain's threads, whose variables may hold
             # arrays in shared memory. This memory would not be freed while the error lives. So the
             # variables of these frames are cleared.
