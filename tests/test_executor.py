@@ -222,7 +222,7 @@ def on_two_hosts(kind, address):
     mesh = jax.make_mesh((4,), ("data",))
     with opened_by_a_host(kind, address) as executor:
         # Ray starts workers for each host, and on a busy machine a host may get its first one late.
-        found = BATCHES.shard_to(mesh, executor=executor, timeout_s=2 * HANG_S)
+        found = BATCHES.shard_to(mesh, executor=executor, timeout_s=5 * HANG_S)
         for batch, like in zip(found, BATCHES.shard_to(mesh), strict=True):
             del batch["text"], like["text"]  # which is on no device
             assert batch.keys() == {"id", "noise", "valid_mask"}
