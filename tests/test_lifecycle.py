@@ -507,15 +507,15 @@ EXITS = {
         """,
     "with a worker that takes longer to end than the exit waits for threads": """
         from grain_shard.threads import crew
-        crew._JOIN_TIMEOUT_S = 0.1
+        crew._JOIN_TIMEOUT_S = 1.0
         def decode(i):
             import multiprocessing.util as util
-            if i == 0 and multiprocessing.parent_process() is not None:
-                util.Finalize(None, time.sleep, (2,), exitpriority=10)
+            if i % 16 == 0 and multiprocessing.parent_process() is not None:
+                util.Finalize(None, time.sleep, (4,), exitpriority=10)
             return {"id": np.int32(i)}
         import multiprocessing
         if __name__ == "__main__":
-            iterator = iter(pipeline(decode, num_workers=1))
+            iterator = iter(pipeline(decode, num_workers=2))
             next(iterator)
             print("end")
         """,
