@@ -231,6 +231,8 @@ def as_arrays(
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # for a ragged list (NumPy), or typed PRNG keys (JAX)
             array = np.empty((), object)
+        if array.dtype.kind == "O" and (item := _first_leaf(array)) is not None:
+            check_leaf(path, item)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
             problem = f"{name()} is a masked array, whose mask would be lost on the devices."
@@ -257,6 +259,11 @@ def as_arrays(
             raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
         arrays.append(array)
     return arrays
+
+
+def _first_leaf(objects: np.ndarray) -> Any:
+    """Returns the first item of an object array that is a leaf for JAX; None if there is none."""
+    return next((item for item in objects.flat if jax.tree_util.all_leaves([item])), None)
 
 
 def _remedy_of(dtype: np.dtype) -> str:
