@@ -57,10 +57,17 @@ def as_feed(source):
     return feeds(make_feed, num_feeds=2).batch(64)
 
 
+def as_interleave(source):
+    records = grain.MapDataset.source(source)
+    parts = [records[part::2].to_iter_dataset() for part in range(2)]
+    return grain.experimental.InterleaveIterDataset(parts, cycle_length=2).batch(64)
+
+
 KINDS = {
     "random access": lambda source: grain.MapDataset.source(source).seed(1).shuffle().batch(64),
     "whole batches": lambda source: grain.MapDataset.source(source).batch(64).map(lambda b: b),
     "stream": lambda source: grain.MapDataset.source(source).to_iter_dataset().batch(64),
+    "interleave": as_interleave,
     "feeds": as_feed,
 }
 

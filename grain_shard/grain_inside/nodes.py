@@ -305,14 +305,16 @@ def read_by_threads(
     """Returns the `MapDataset` that several threads read for a stream; None if there is none.
 
     Args:
-        ds: The stream.
+        ds: The stream. Parts of it that worker processes run are left out.
         any_number: True if several threads read ahead whatever number the read options have.
     """
+    if _is_worker(ds):
+        return None
     if (found := read_ahead(ds)) is not None:
         records, options = found
         by_several = has_threads(options) and (any_number or options.num_threads != 1)
         return records if by_several and len(records) else None
-    below = (read_by_threads(parent, any_number=any_number) for parent in ds.parents)
+    below = (read_by_threads(one, any_number=any_number) for one in _made_of(ds))
     return next(filter(None, below), None)
 
 
@@ -329,16 +331,27 @@ def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def walk(ds: Any) -> Iterator[Any]:
     """Yields a dataset, then the datasets that it is made of, down to the sources."""
     yield ds
-    # Grain does not list interleaved datasets as parents. ``.mp_prefetch`` interleaves the datasets
-    # of its workers.
-    interleaved = getattr(ds, "_datasets", ())
-    for below in (*ds.parents, *(interleaved if isinstance(interleaved, list) else ())):
+    for below in _made_of(ds):
         yield from walk(below)
+
+
+def _made_of(ds: Any) -> list[Any]:
+    """Returns the parents of a node, and the datasets that it interleaves.
+
+    Grain does not list interleaved datasets as parents. ``.mp_prefetch`` interleaves the datasets
+    of its workers.
+    """
+    interleaved = getattr(ds, "_datasets", ())
+    return [*ds.parents, *(interleaved if isinstance(interleaved, list) else ())]
 
 
 def is_run_by_workers(ds: grain.IterDataset) -> bool:
     """Returns whether worker processes run a part of a stream, as after ``.mp_prefetch``."""
-    return any(hasattr(node, "_worker_init_fn") for node in walk(ds))
+    return any(map(_is_worker, walk(ds)))
+
+
+def _is_worker(node: Any) -> bool:
+    return hasattr(node, "_worker_init_fn")
 
 
 def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
