@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import platform
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.sources.opened_file import OpenedFile
 
 # The driver of HDF5 for a file on a disk. With any other one, the path need not lead to the data.
 _ON_DISK = "sec2"
@@ -84,54 +84,6 @@ def pinned(leaf: str, array: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _File:
-    """A file that is open in the main process, with facts that tell it from any other file.
-
-    Attributes:
-        leaf: The path of the array in its tree, for messages.
-        path: Absolute path.
-        size: Bytes.
-        inode: Number of the file on its disk.
-        modified_ns: Time of the last change, in nanoseconds.
-        machine: The machine's name. On another machine, inode and time of a copy differ.
-    """
-
-    leaf: str
-    path: str
-    size: int
-    inode: int
-    modified_ns: int
-    machine: str
-
-    @classmethod
-    def of(cls, leaf: str, path: str, facts: os.stat_result) -> _File:
-        node = platform.node()
-        return cls(leaf, path, facts.st_size, facts.st_ino, facts.st_mtime_ns, node)
-
-    def check(self) -> None:
-        """Checks that the path still leads to this file.
-
-        Raises:
-            ShardingError: The file is gone, or another file has its path.
-        """
-        try:
-            now = _File.of(self.leaf, self.path, os.stat(self.path))
-            names = ["size", "inode", "modified_ns"] if now.machine == self.machine else ["size"]
-            pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-            changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
-        except OSError as error:
-            changed = [str(error)]
-        if changed:
-            raise ShardingError(
-                f"{self.path} is not the file that the main process has opened:"
-                f" {', '.join(changed)}. A worker process or executor would read other records.",
-                path=self.leaf,
-                remedy="do not change or replace a file that is in use. Open the file anew, make a"
-                " new ArraySource, and start again.",
-            )
-
-
-@dataclass(frozen=True)
 class _Held(Sendable):
     """An array that is sent whole."""
 
@@ -156,7 +108,7 @@ class _Mapped(Sendable):
         strides: Strides of the view, in bytes.
     """
 
-    file: _File
+    file: OpenedFile
     dtype: np.dtype
     offset: int
     shape: tuple[int, ...]
@@ -189,7 +141,7 @@ class _Mapped(Sendable):
                 open(path, "rb") as opened,
                 mmap.mmap(opened.fileno(), 1, access=mmap.ACCESS_READ) as again,
             ):
-                file = _File.of(leaf, path, os.fstat(opened.fileno()))
+                file = OpenedFile.of(path, os.fstat(opened.fileno()), leaf)
                 is_same = _file_mapped_at(start) == _file_mapped_at(_start(again))
         except (ValueError, TypeError, OSError):  # the view leaves the map, or the file is gone
             return None
@@ -242,7 +194,7 @@ class _Hdf5(Sendable):
     """
 
     leaf: str
-    files: tuple[_File, ...]
+    files: tuple[OpenedFile, ...]
     name: str | None
     refused: tuple[str, str] | None
 
@@ -274,13 +226,13 @@ class _Hdf5(Sendable):
             )
         if refused is not None:
             return cls(leaf, (), dataset.name, refused)
-        files = [_File.of(leaf, path, os.fstat(opened.id.get_vfd_handle()))]
+        files = [OpenedFile.of(path, os.fstat(opened.id.get_vfd_handle()), leaf)]
         sources = dataset.virtual_sources() if dataset.is_virtual else []
         names = {one.file_name for one in sources} - {"."}  # HDF5's name of the file itself
         beside = [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
         for other in (*external, *beside):
             with contextlib.suppress(OSError):  # without a file, the dataset has its fill value
-                files.append(_File.of(leaf, other, os.stat(other)))
+                files.append(OpenedFile.of(other, os.stat(other), leaf))
         return cls(leaf, tuple(files), dataset.name, None)
 
     def check(self) -> None:
