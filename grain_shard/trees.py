@@ -278,6 +278,8 @@ def _remedy_of(dtype: np.dtype) -> str:
         )
     if dtype.kind in "mM":
         return "convert times in .map by .astype(np.int64)."
+    if dtype.kind == "c":
+        return "convert complex numbers in .map by .astype(np.complex64)."
     return "convert numbers in .map by .astype(np.float32), and text by .astype(str)."
 
 

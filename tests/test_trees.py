@@ -259,6 +259,7 @@ NO_LEAVES = {
         ".view(ml_dtypes.bfloat16)",
     ),
     "fields": (lambda: np.zeros(2, "i4,f4"), "a dtype that JAX lacks", "for name in x.dtype.names"),
+    "long complex": (lambda: np.zeros(2, "G"), "a dtype that JAX lacks", ".astype(np.complex64)"),
     "times": (lambda: np.zeros(2, "M8[ns]"), "a dtype that JAX lacks", ".astype(np.int64)"),
 }
 
