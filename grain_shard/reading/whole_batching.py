@@ -107,7 +107,7 @@ class Wholes:
         return batch.rows
 
     def check_record(self, batch: FlatBatch) -> None:
-        """Checks a record if a batch may have the keys of mappings in place of their values.
+        """Checks a record if the first batch may have the keys of mappings for their values.
 
         Raises:
             ShardingError: The records have a mapping that JAX does not know.
@@ -115,10 +115,11 @@ class Wholes:
         node = None if self.made_of is None else self.made_of.node
         if node is None or not node.stacks or self._is_checked:
             return
-        # The keys of each record are a row of text.
-        if any(array.ndim > 1 and is_text(array) for array in batch.arrays):
+        # The keys of each record are a row: of text, or the same for all records.
+        rows = [array for array in batch.arrays if array.ndim > 1]
+        if any(is_text(array) or (array == array[:1]).all() for array in rows):
             check_record(node.records[0], is_changed_later=True)
-            self._is_checked = True
+        self._is_checked = True
 
 
 class _WholeBatch(BatchBuilder):
