@@ -277,7 +277,8 @@ def _remedy_of(dtype: np.dtype) -> str:
             " does not keep such a dtype."
         )
     if dtype.kind in "mM":
-        return "convert times in .map by .astype(np.int64)."
+        # Whole seconds fit into 32 bits, which JAX has without further settings.
+        return f'convert times in .map by .astype("{dtype.kind}8[s]").astype(np.int64).'
     if dtype.kind == "c":
         return "convert complex numbers in .map by .astype(np.complex64)."
     return "convert numbers in .map by .astype(np.float32), and text by .astype(str)."

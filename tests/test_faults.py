@@ -26,6 +26,7 @@ from grain_shard import (
     BadRecordsError,
     BatchLayout,
     BatchSchedule,
+    GrainShardError,
     PadToDivisible,
     Retries,
     ShardBatch,
@@ -399,9 +400,9 @@ class TestMask:
         rest = going_on(masked(batches(Source(40, bad(2, 13, 30))), 4), state)
         assert rest[:2] == [list(range(16, 24)), [24, 25, 26, 27, 28, 29, 31]]
 
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, GrainShardError])
     @pytest.mark.parametrize("name", ["random access", "feeds"])
-    def test_neither_what_is_no_exception_nor_want_of_memory_is_left_out(self, name, error):
+    def test_an_error_that_is_about_more_than_a_record_leaves_none_out(self, name, error):
         source = Source(40, bad(3, error=error))
         ds = batches(source) if name == "random access" else of_feeds(source)
         assert failure_of(masked(ds), error)[1].bad_records == 0

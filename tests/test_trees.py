@@ -260,7 +260,7 @@ NO_LEAVES = {
     ),
     "fields": (lambda: np.zeros(2, "i4,f4"), "a dtype that JAX lacks", "for name in x.dtype.names"),
     "long complex": (lambda: np.zeros(2, "G"), "a dtype that JAX lacks", ".astype(np.complex64)"),
-    "times": (lambda: np.zeros(2, "M8[ns]"), "a dtype that JAX lacks", ".astype(np.int64)"),
+    "times": (lambda: np.zeros(2, "M8[ns]"), "a dtype that JAX lacks", '.astype("M8[s]").astype('),
 }
 
 

@@ -20,6 +20,7 @@ from absl import logging
 
 from grain_shard.errors import (
     BadRecordsError,
+    GrainShardError,
     ShardingError,
     describe_error,
     require_choice,
@@ -302,7 +303,8 @@ class Faults(Recovery):
         """Returns whether a record that failed with this error may be left out."""
         if not self.masks or self._is_stopped:
             return False
-        if isinstance(error, MemoryError | BadRecordsError) or not isinstance(error, Exception):
+        # An error of this package is about more than one record, such as a file that was replaced.
+        if isinstance(error, MemoryError | GrainShardError) or not isinstance(error, Exception):
             return False
         if self.rules.is_read_once:
             return True
