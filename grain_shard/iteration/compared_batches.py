@@ -33,16 +33,15 @@ class Reread(NamedTuple):
 
     @classmethod
     def of_stream(cls, ds: grain.IterDataset, *, any_number: bool) -> tuple[Reread, ...]:
-        """Returns the first records of a stream; () unless several threads read a `MapDataset`.
+        """Returns the first records of each `MapDataset` that several threads read for a stream.
 
         Args:
             ds: The stream.
             any_number: True if several threads read whatever number the read options have.
         """
-        records = read_by_threads(ds, any_number=any_number)
-        if records is None:
-            return ()
-        return (cls(functools.partial(Sample.of_first, records), Maker("a reading thread", True)),)
+        maker = Maker("a reading thread", True)
+        parts = read_by_threads(ds, any_number=any_number)
+        return tuple(cls(functools.partial(Sample.of_first, records), maker) for records in parts)
 
 
 class ComparedBatches(Producer[tuple[Batch, Any]]):
@@ -92,7 +91,8 @@ class ComparedBatches(Producer[tuple[Batch, Any]]):
     def _compare(self, maker: Maker, sample: Sample, given: Mapping[int, Leaves]) -> None:
         stage, contents = self._batches, self._contents
         random = compare(sample, given, maker, stage.wait_until_idle)
-        contents.is_reread |= maker.has_threads and not sample.is_stopped
+        is_last = len(self._begun) == 1
+        contents.is_reread |= is_last and maker.has_threads and not sample.is_stopped
         if random is not None and not (sample.is_stopped or contents.why_not):
             logging.warning(
                 "grain_shard: %s: another read of %s gave another value. So batches depend on the"
