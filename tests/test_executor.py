@@ -78,7 +78,7 @@ def dask():
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"}),
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
