@@ -97,22 +97,24 @@ class OfRay(concurrent.futures.Executor):
 @pytest.fixture(scope="module")
 def of_ray():
     ray = pytest.importorskip("ray")
+
+    def end():
+        # The collector finds the objects of Ray's processes, and warns that they have not ended.
+        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+            ray.shutdown()
+            gc.collect()
+
     # Ray ends its node if one of its processes needs more than 15 s to start: a machine that stood
     # still for a moment has failed so.
-    for last in (False, False, True):
-        try:
+    for may_fail in (Exception, Exception, ()):
+        with contextlib.suppress(may_fail):
             ray.init(
                 num_cpus=2, include_dashboard=False, runtime_env={"env_vars": dict(os.environ)}
             )
             break
-        except Exception:
-            if last:
-                raise
+        end()
     yield OfRay()
-    # The collector finds the objects of Ray's processes, and warns that these have not ended yet.
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        ray.shutdown()
-        gc.collect()
+    end()
 
 
 EXECUTORS = [
