@@ -78,7 +78,7 @@ def test_the_rows_of_several_batches_that_are_read_in_one_call_are_looked_at_tog
 
     source = Together(REUSED["the buffer"])
     with pytest.raises(ShardingError, match="one array for several records"):
-        list(grain.MapDataset.source(source).batch(1).shard_to(data_mesh(1)))
+        list(grain.MapDataset.source(source).batch(1).shard_to(data_mesh(1), num_threads=1))
 
 
 @pytest.mark.parametrize("make", [of_map, of_feeds])
