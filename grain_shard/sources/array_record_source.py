@@ -286,7 +286,8 @@ def _opened(options: str, files: dict[str, OpenedFile], path: str) -> Any:
         ShardingError: Another file has the path by now.
     """
     with contextlib.suppress(OSError):  # for an object of a bucket. A missing file is refused below
-        files.setdefault(path, OpenedFile.of(path, os.stat(path))).check()
+        now = OpenedFile.of(path, os.stat(path))
+        files.setdefault(path, now).check_same(now)
     caches = [cache for ref in _open_files.copy() if (cache := ref())]
     # A single cache closes the least recently read file itself.
     if sum(cache.cache_info().currsize for cache in caches) > _most_open():

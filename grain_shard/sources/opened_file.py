@@ -43,17 +43,26 @@ class OpenedFile:
         """
         try:
             now = OpenedFile.of(self.path, os.stat(self.path), self.leaf)
-            names = ["size", "inode", "modified_ns"] if now.machine == self.machine else ["size"]
-            pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-            changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
         except OSError as error:
-            changed = [str(error)]
-        if changed:
-            raise ShardingError(
-                f"{self.path} is not the file that the main process has opened:"
-                f" {', '.join(changed)}. A worker process or executor would read other records.",
-                path=self.leaf,
-                remedy="do not change or replace a file that is in use. Open the file anew, make a"
-                f" new {'ArrayRecordSource' if self.leaf is None else 'ArraySource'}, and start"
-                " again.",
-            )
+            raise self._refusal(str(error)) from error
+        self.check_same(now)
+
+    def check_same(self, now: OpenedFile) -> None:
+        """Checks that the file at the path now is this file.
+
+        Raises:
+            ShardingError: It is another file.
+        """
+        names = ["size", "inode", "modified_ns"] if now.machine == self.machine else ["size"]
+        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
+        if changed := [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]:
+            raise self._refusal(", ".join(changed))
+
+    def _refusal(self, why: str) -> ShardingError:
+        return ShardingError(
+            f"{self.path} is not the file that the main process has opened: {why}. A worker process"
+            " or executor would read other records.",
+            path=self.leaf,
+            remedy="do not change or replace a file that is in use. Open the file anew, make a"
+            f" new {'ArrayRecordSource' if self.leaf is None else 'ArraySource'}, and start again.",
+        )
