@@ -22,6 +22,7 @@ from .sharding.sharding_tree import ShardingTree as ShardingTree
 from .sources.array_record_source import ArrayRecordSource as ArrayRecordSource
 from .sources.array_source import ArraySource as ArraySource
 from .sources.mix import mix as mix
+from .sources.split import split as split
 from .streams.feeds import feeds as feeds
 from .tools.checking.check import check as check
 from .tools.measuring.profiling import profile as profile

@@ -109,8 +109,8 @@ def test_the_page_about_saving_repeats_an_evaluation_in_which_it_was_stopped(tmp
     )
     assert count == 1
     assert printed(code, tmp_path, "1") == "0 6\n1 12\n"
-    assert printed(code, tmp_path, "-1") == "1 12\n2 18\n18 12015.0\n"
-    assert printed(code, tmp_path, "-1") == "18 12015.0\n"
+    assert printed(code, tmp_path, "-1") == "1 12\n2 18\n18 13752.0\n"
+    assert printed(code, tmp_path, "-1") == "18 13752.0\n"
 
 
 FEEDS = """\

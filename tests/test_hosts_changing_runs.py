@@ -4,6 +4,7 @@ The functions named ``case_...`` run on 2 and on 4 hosts, one after the other in
 processes for each, and return what the tests look at.
 """
 
+import collections
 import functools
 import itertools
 import json
@@ -58,9 +59,10 @@ def case_mixture_on_the_mesh_in_use(_):
         return batches_of(mixture(WEIGHTS).shard_to(P("data"), timeout_s=60))
 
 
-def case_mixture_with_other_weights_from_record_16_on(state):
-    """Saved on the hosts of the run before, by weights that were to stay; None in the first run."""
-    if state:
+def case_mixture_with_other_weights_from_record_16_on(before):
+    """From the state of the run before, whose weights were to stay; the first run saves it."""
+    if before:
+        state = before["case_mixture_with_other_weights_from_record_16_on"]
         ds = mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=60)
         with iter(ds) as iterator:
             iterator.set_state(state)
@@ -193,16 +195,42 @@ def case_epochs_of_which_one_is_left_early(_):
         return seen
 
 
+def parts():
+    return grain_shard.split(records(100), [0.8, 0.2], seed=0)
+
+
+def three_epochs():
+    return parts()[0].seed(1).shuffle().batch(16).repeat(3)
+
+
+def case_training_part_of_a_split(states):
+    """By threads; and by a worker from the state in the second epoch, of another number of hosts.
+
+    Returns all batches, the state after seven of them, and the batches after the state that was
+    given.
+    """
+    with iter(three_epochs().shard_to(data_mesh(), timeout_s=60)) as iterator:
+        batches = [own_parts(next(iterator)) for _ in range(7)]
+        state = json.loads(json.dumps(iterator.get_state()))
+        batches += [own_parts(batch) for batch in iterator]
+    if not states:
+        return batches, state, None
+    ds = three_epochs().shard_to(data_mesh(), num_workers=1, timeout_s=60)
+    with iter(ds) as iterator:
+        iterator.set_state(states["case_training_part_of_a_split"][1])
+        return batches, state, [own_parts(batch) for batch in iterator]
+
+
 # Here.
 
 
 @pytest.fixture(scope="module")
 def runs():
-    state, results, cases = None, {}, cases_of(globals())
+    before, results, cases = None, {}, cases_of(globals())
     for hosts in HOSTS:
         sizes = {"hosts": hosts, "devices_per_host": NUM_DEVICES // hosts, "timeout_s": HOSTS_S}
-        results[hosts] = rehearse.run(run_cases, cases, state, **sizes)
-        state = results[hosts][0]["case_mixture_with_other_weights_from_record_16_on"]
+        results[hosts] = rehearse.run(run_cases, cases, before, **sizes)
+        before = results[hosts][0]
     return results
 
 
@@ -244,6 +272,19 @@ def test_a_mixture_is_the_same_on_any_number_of_hosts_also_on_the_mesh_in_use(ca
 def test_weights_change_where_another_number_of_hosts_goes_on(runs):
     of_hosts = of_case(runs[HOSTS[1]], "mixture_with_other_weights_from_record_16_on")
     assert valid(of_hosts) == alone(mixture({0: [3, 1], 16: [1, 3]}))[2:]
+
+
+def test_a_part_of_a_split_holds_no_record_of_another_part_in_any_epoch(runs):
+    held_out = [int(record["id"]) for record in parts()[1]]
+    for hosts in HOSTS:
+        of_hosts = of_case(runs[hosts], "training_part_of_a_split")
+        batches = valid([result[0] for result in of_hosts])
+        assert batches == alone(three_epochs())
+        seen = collections.Counter(flat(batches))
+        assert len(seen) == 80
+        assert set(seen.values()) == {3}
+        assert not seen.keys() & set(held_out)
+    assert valid([result[2] for result in of_hosts]) == batches[7:]
 
 
 def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):

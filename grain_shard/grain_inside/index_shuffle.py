@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -36,18 +37,54 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
         >>> sorted(shuffled(np.arange(5), 5, seed=1).tolist())
         [0, 1, 2, 3, 4]
     """
-    largest = length - 1
+    if length > 2**_MIN_BLOCK_BITS:
+        return _walked(indices, length, seed, math.ceil(math.log2(length - 1)))
+    return _permutation(length, seed)[indices].astype(np.int64)
+
+
+def permuted(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Returns the index of each index in a permutation, which for most lengths is Grain's shuffle.
+
+    Grain's shuffle of 2**16 + 1, 2**18 + 1, 2**20 + 1, ... records has one record twice and lacks
+    another one, because its cipher permutes one number too few.
+
+    Args:
+        indices: int64[n], each in ``range(length)``.
+        length: Number of indices that are permuted.
+        seed: Seed of the permutation, 32 bits.
+
+    Returns:
+        int64[n], each in ``range(length)``.
+    """
+    if length > 2**_MIN_BLOCK_BITS:
+        return _walked(indices, length, seed, (length - 1).bit_length())
+    return _permutation(length, seed)[indices].astype(np.int64)
+
+
+def permuted_index(index: int, length: int, seed: int) -> int:
+    """Returns the same as `permuted`, for one index in a tenth of the time.
+
+    Example:
+        >>> permuted_index(3, 100_000, seed=1) == permuted(np.array([3]), 100_000, seed=1).item()
+        True
+    """
     if length <= 2**_MIN_BLOCK_BITS:
-        return _permutation(length, seed)[indices].astype(np.int64)
-    block_bits = math.ceil(math.log2(largest))
-    block_bits = max(block_bits + block_bits % 2, _MIN_BLOCK_BITS)
-    dtype = np.uint32 if largest < 2**32 else np.uint64
-    result = indices.astype(dtype)
+        return int(_permutation(length, seed)[index])
+    word_bits, keys = -(-(length - 1).bit_length() // 2), _round_keys(seed)
+    while (index := _encrypted(index, word_bits, keys)) >= length:
+        pass
+    return index
+
+
+def _walked(indices: np.ndarray, length: int, seed: int, bits: int) -> np.ndarray:
+    """Encrypts numbers of some bits, rounded up to an even number, until all are indices."""
+    word_bits, keys = -(-bits // 2), _round_keys(seed)
+    result = indices.astype(np.uint32 if length <= 2**32 else np.uint64)
     walking, values = np.arange(len(indices)), result
     while len(walking):
-        values = _encrypted(values, block_bits // 2, _round_keys(seed))
+        values = _encrypted(values, word_bits, keys)
         result[walking] = values
-        outside = values > largest
+        outside = values >= length
         walking, values = walking[outside], values[outside]
     return result.astype(np.int64)
 
@@ -78,12 +115,13 @@ def _permutation(length: int, seed: int) -> np.ndarray:
     return result
 
 
-def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.ndarray:
-    dtype = blocks.dtype.type
+def _encrypted(blocks: Any, word_bits: int, keys: tuple[int, ...]) -> Any:
+    """Encrypts an array of unsigned integers, or an int."""
+    dtype = int if isinstance(blocks, int) else blocks.dtype.type
     mask, width = dtype((1 << word_bits) - 1), dtype(word_bits)
     by_1, by_2, by_8 = (dtype(word_bits - r) for r in (1, 2, 8))
 
-    def mixed(word: np.ndarray) -> np.ndarray:
+    def mixed(word: Any) -> Any:
         """Returns Simon's round function of a word: ``(rot(1) & rot(8)) ^ rot(2)``.
 
         ``rot(n)`` is the word rotated left by n bits. Bits above the word are not cleared.

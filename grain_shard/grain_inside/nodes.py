@@ -40,7 +40,7 @@ REPEAT = type(grain.MapDataset.range(1).repeat(1))
 MAP = type(grain.MapDataset.range(1).map(str))
 RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
 MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
-_SHUFFLES = {
+SHUFFLES = {
     type(grain.MapDataset.range(1).shuffle(seed=0)),
     getattr(grain.experimental, "WindowShuffleMapDataset", None),
 }
@@ -143,7 +143,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
 
 def chooses_batches(node: grain.MapDataset) -> bool:
     """Returns whether a node after ``.batch`` leaves out batches or changes their order."""
-    return type(node) in (SLICE, REINDEX, *_SHUFFLES)
+    return type(node) in (SLICE, REINDEX, *SHUFFLES)
 
 
 def index_below(node: grain.MapDataset) -> Callable[[int], int]:

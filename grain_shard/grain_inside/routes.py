@@ -69,7 +69,8 @@ def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
 class ElementsOfParents(grain.MapDataset):
     """A dataset of this package in which each element is an element of one of its parents.
 
-    A mixture is such a dataset. Subclasses say which parent and which index an element comes from.
+    Mixtures and parts of a split are such datasets. Subclasses say which parent and which index an
+    element comes from.
     """
 
     @abstractmethod
@@ -400,6 +401,8 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
                 steps.append((_ELEMENTS[kind](ds), None if kind is nodes.MAP else indices))
             elif kind in _INDICES:
                 indices = _INDICES[kind](ds, indices)
+            elif isinstance(ds, ElementsOfParents) and len(ds.parents) == 1:
+                indices = ds.below(indices)[1]
             else:
                 break
             (ds,) = ds.parents

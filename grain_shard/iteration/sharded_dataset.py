@@ -21,6 +21,7 @@ from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
 from grain_shard.trees import Batch
 
@@ -131,6 +132,7 @@ class ShardedDataset(grain.IterDataset):
         """
         require_int("n", n, 1)
         host = self.host.repeated(n)
+        warn_of_reshuffled_slice(self.parents[0], num_epochs=n)
         return Epochs(host, num_epochs=n, **self._how(host))
 
     def host_rows(self) -> ShardedDataset:

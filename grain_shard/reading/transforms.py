@@ -78,7 +78,7 @@ def _name(text: str) -> str:
     """Returns the name of a transformation as users write it, such as ``.map (decode)``."""
     node = _NODE.match(text)
     if node is None:
-        return f".{text.split('(')[0]}" if text.startswith(("batch(", "mix")) else text
+        return f".{text.split('(')[0]}" if text.startswith(("batch(", "mix", "split")) else text
     method = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node["kind"].lstrip("_")).lower()
     if method in ("source", "range"):
         return "the source"

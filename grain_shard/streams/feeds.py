@@ -31,6 +31,7 @@ from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import Limits, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
+from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.stream_dataset import StreamDataset
@@ -160,7 +161,9 @@ class Feeds(Streams):
     @functools.cached_property
     def _digests(self) -> Fingerprint:
         with noting(self.place(0)):
-            return pipeline_digests(self.make(0))
+            ds = self.make(0)
+            warn_of_reshuffled_slice(ds, num_slices=self.num_feeds)
+            return pipeline_digests(ds)
 
     def make(self, number: int) -> grain.IterDataset:
         """Returns the stream of one feed, which the user's function makes.

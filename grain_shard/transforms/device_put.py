@@ -19,6 +19,7 @@ from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import read_by_several
 from grain_shard.reading.plan import P
 from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.stream_dataset import StreamDataset
@@ -119,6 +120,9 @@ class DevicePut(Settings, Stage):
                 " jax.devices().",
                 jax.process_count(),
             )
+        layout = self.shardings.layout()
+        num_slices = layout.divisor // len(layout.shards) if host.rows == LOCAL else 1
+        warn_of_reshuffled_slice(ds, num_slices=num_slices)
         return ShardedDataset(ds, host, self, records_per_batch)
 
 

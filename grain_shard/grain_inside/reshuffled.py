@@ -1,0 +1,71 @@
+"""`reshuffled_slice`: finds a slice of a pipeline that holds other records in each epoch."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import grain
+import numpy as np
+
+from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.routes import below_mixture
+
+# A mixture takes turns, so this many records are from all of its datasets.
+_FIRST = 1000
+
+
+class _Below(enum.Enum):
+    """The records that a later epoch of a node reads from the node's parents."""
+
+    SAME = "those of the first epoch"
+    NEXT = "those of the parents' next epoch, in the same order"
+    OTHER = "others"
+
+
+def reshuffled_slice(ds: Any, in_epochs: bool, num_slices: int) -> grain.MapDataset | None:
+    """Returns a slice, read for several epochs, that holds other records in each; None if none.
+
+    Args:
+        ds: The end of the pipeline.
+        in_epochs: True if several epochs of `ds` are read.
+        num_slices: Number of slices that together hold all records, such as feeds. A slice of this
+            share does not count.
+    """
+    if type(ds) is nodes.REPEAT:
+        in_epochs = in_epochs or len(ds) > len(ds.parents[0])
+    if in_epochs and type(ds) in (nodes.SLICE, nodes.REINDEX):
+        (parent,) = ds.parents
+        is_share = len(parent) // num_slices <= len(ds) <= -(-len(parent) // num_slices)
+        if not is_share and _is_reordered(parent):
+            return ds
+    in_epochs = in_epochs and _below(ds) is not _Below.SAME
+    found = (reshuffled_slice(parent, in_epochs, num_slices) for parent in ds.parents)
+    return next((node for node in found if node is not None), None)
+
+
+def _is_reordered(ds: Any) -> bool:
+    """Returns whether the records at the first indices of a dataset depend on the epoch."""
+    below = _below(ds)
+    if below is _Below.NEXT:
+        return any(map(_is_reordered, ds.parents))
+    return below is _Below.OTHER
+
+
+def _below(ds: Any) -> _Below:
+    if type(ds) is nodes.REPEAT:
+        return _Below.NEXT if getattr(ds, "_reseed_each_epoch", True) else _Below.SAME
+    if type(ds) in nodes.SHUFFLES:
+        return _Below.OTHER
+    if not isinstance(ds, grain.MapDataset):
+        return _Below.NEXT
+    indices = np.arange(min(len(ds), _FIRST))
+    now, later = below_mixture(ds, indices), below_mixture(ds, indices + len(ds))
+    if now is None or later is None:
+        return _Below.NEXT
+    if np.array_equal(now, later):
+        return _Below.SAME
+    # A mixture that leaves records of a dataset over goes on with them in its next epoch.
+    lengths = np.array([len(parent) for parent in ds.parents])
+    in_order = np.array_equal((now[0], now[1] + lengths[now[0]]), later)
+    return _Below.NEXT if in_order else _Below.OTHER
