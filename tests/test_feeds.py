@@ -447,7 +447,8 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
         ),
         (
             {"other": np.int32(0)},
-            "batch['other'] only in a row of feed 1; batch['id'] only in a row of feed 0",
+            "batch['other'] only in a row of feed 1, not in a row of feed 0; batch['id'] only in"
+            " a row of feed 0, not in a row of feed 1.",
         ),
         (
             {"id": None},
