@@ -50,12 +50,15 @@ def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
     return root + jax.tree_util.keystr(tuple(keys))
 
 
-def leaves_of(tree: Any, root: str = ROOT) -> tuple[list[Any], Any]:
+def leaves_of(
+    tree: Any, root: str = ROOT, name: Callable[[], str] = lambda: "the keys"
+) -> tuple[list[Any], Any]:
     """Returns the leaves and the structure of a tree. This is faster than `flatten`.
 
     Args:
         tree: The tree.
         root: The first part of the path in a message.
+        name: Returns the name of the keys of a dict in a message.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -67,7 +70,7 @@ def leaves_of(tree: Any, root: str = ROOT) -> tuple[list[Any], Any]:
         for keys, node in pairs:
             if _has_mixed_keys(node):
                 raise ShardingError(
-                    f"the keys {', '.join(map(repr, node))} cannot be sorted, and JAX sorts the"
+                    f"{name()} {', '.join(map(repr, node))} cannot be sorted, and JAX sorts the"
                     " leaves of a dict by key.",
                     path=path_of(keys, root),
                     leaf=describe_leaf(node),
@@ -92,9 +95,10 @@ def check_record(record: Any, *, is_changed_later: bool) -> None:
         ShardingError: A leaf is an object of a class that JAX does not know, or there is a list of
             numbers or text.
     """
+    paths, leaves, _ = flatten(record)  # first, because it names keys that cannot be sorted
     if not is_changed_later:
         check_lists(record)
-    for path, leaf in zip(*flatten(record)[:2], strict=True):
+    for path, leaf in zip(paths, leaves, strict=True):
         if not is_changed_later or (_is_mapping(leaf) and np.ndim(leaf)):
             check_leaf(path, leaf)
 

@@ -92,10 +92,11 @@ def without_grains_warning(err):
 def start(code, path, **options):
     """A program, as a new interpreter whose output can be read while it runs."""
     path.write_text(code)
-    return _python(str(path), cwd=path.parent, **options)
+    return python(str(path), cwd=path.parent, **options)
 
 
-def _python(*arguments, **options):
+def python(*arguments, **options):
+    """A new interpreter with these arguments, whose output can be read while it runs."""
     env = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"} | options.pop("env", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, "-X", "faulthandler", *arguments]
@@ -106,7 +107,7 @@ def _python(*arguments, **options):
 def _forks():
     """The process that is forked, in which OpenBLAS starts no thread."""
     options = {"stdin": subprocess.PIPE, "stderr": None, "env": {"OPENBLAS_NUM_THREADS": "1"}}
-    process = _python("-c", _FORKS, bufsize=1, **options)
+    process = python("-c", _FORKS, bufsize=1, **options)
     atexit.register(process.communicate)  # closes its stdin
     return process
 

@@ -39,6 +39,12 @@ def dicts(*leaves):
     return records(lambda i: {f"leaf{j}": leaf(i) for j, leaf in enumerate(leaves)})
 
 
+def stacked_in_a_stream(record, **changed):
+    """Records of a stream that Grain's own ``.batch`` stacks. Record 2 is changed."""
+    ds = grain.MapDataset.range(8).to_iter_dataset()
+    return ds.map(lambda i: record if i != 2 else {**record, **changed}).batch(4)
+
+
 def stream(ds):
     """The same elements as a stream: `.shard_to` does not look through this map."""
     return ds.to_iter_dataset().map(dict)
@@ -322,6 +328,7 @@ AT_FIRST_BATCH = {
     ),
     "batch['leaf0']: the leaf holds typed PRNG keys of JAX, which NumPy cannot hold.": (
         lambda: dicts(lambda i: jax.random.key(i)).shard_to(data_mesh(4)),
+        lambda: stacked_in_a_stream({"leaf0": jax.random.key(0)}).shard_to(data_mesh(4)),
         "leaf:   key<fry>[]   mesh: data=4",
         "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.",
     ),
@@ -347,7 +354,29 @@ AT_FIRST_BATCH = {
         "leaf:   object[2]   mesh: data=4",
         "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
     ),
-    "batch['leaf0']: two rows have different structures: batch['leaf0'] only in record 0 of the dataset before .batch.": (
+    "batch['leaf0']: in row 2 of the batch, the leaf holds typed PRNG keys of JAX, which NumPy cannot hold.": (
+        lambda: stacked_in_a_stream({"leaf0": np.uint32(0)}, leaf0=jax.random.key(0)).shard_to(
+            data_mesh(4), rows="local"
+        ),
+        "leaf:   key<fry>[]   mesh: data=4",
+        "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.",
+    ),
+    "batch['leaf0']: in row 2 of the batch, the leaf is float64[3], but float64[4] in other rows.": (
+        lambda: stacked_in_a_stream({"leaf0": np.zeros(4)}, leaf0=np.zeros(3)).shard_to(
+            data_mesh(4)
+        ),
+        "leaf:   float64[3]   mesh: data=4",
+        "pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.",
+    ),
+    "batch['leaf1']: two rows have different structures: batch['leaf1'] only in row 2 of the batch, not in row 0 of the batch.": (
+        lambda: stacked_in_a_stream({"leaf0": 0}, leaf1=0).shard_to(data_mesh(4), rows="local"),
+        lambda: stacked_in_a_stream({"leaf0": 0}, leaf1=0).shard_to(data_mesh(4), rows="global"),
+        # Functions may change the batch after it is stacked, but it has to be stacked.
+        lambda: stacked_in_a_stream({"leaf0": 0}, leaf1=0).map(dict).shard_to(data_mesh(4)),
+        "mesh:   data=4",
+        "return the same tree for every row from .map. A leaf that is None in one row must be None in all rows.",
+    ),
+    "batch['leaf0']: two rows have different structures: batch['leaf0'] only in record 0 of the dataset before .batch, not in record 2 of the dataset before .batch.": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
         "mesh:   data=4",
         "return the same tree for every row from .map. A leaf that is None in one row must be None in all rows.",
@@ -369,6 +398,19 @@ AT_FIRST_BATCH = {
     ),
     "batch['leaf0']: the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
         lambda: dicts(lambda i: {"a": i, 1: i}).shard_to(data_mesh(4)),
+        lambda: stacked_in_a_stream({"leaf0": {"a": 0, 1: 0}}).shard_to(data_mesh(4)),
+        "leaf:   dict   mesh: data=4",
+        "use keys of one type, such as strings.",
+    ),
+    "batch['leaf0']: in record 2 of the dataset before .batch, the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
+        lambda: dicts(lambda i: {"a": i, 1: i} if i == 2 else {"a": i}).shard_to(data_mesh(4)),
+        "leaf:   dict   mesh: data=4",
+        "use keys of one type, such as strings.",
+    ),
+    "batch['leaf0']: in row 2 of the batch, the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.": (
+        lambda: stacked_in_a_stream({"leaf0": {"a": 0}}, leaf0={"a": 0, 1: 0}).shard_to(
+            data_mesh(4)
+        ),
         "leaf:   dict   mesh: data=4",
         "use keys of one type, such as strings.",
     ),
@@ -518,6 +560,12 @@ def test_an_error_whose_text_cannot_be_had_is_still_told_to_other_hosts():
 
     assert describe_error(ValueError("bad")) == "ValueError: bad"
     assert describe_error(Unspeakable()) == "Unspeakable: (the text of this error cannot be read)"
+
+
+def test_keys_that_cannot_be_sorted_may_go_before_the_batch_of_a_stream():
+    ds = grain.MapDataset.range(8).map(lambda i: {"id": i, 1: i}).to_iter_dataset()
+    ds = ds.map(lambda record: {"id": record["id"]}).batch(4)
+    assert ids(ds.shard_to(data_mesh(4))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_what_a_filter_drops_is_skipped_in_a_stream():

@@ -1,9 +1,11 @@
 """Feeds on one host: which rows, where they end, their state, and what is refused."""
 
 import contextlib
+import glob
 import itertools
 import json
 import re
+import resource
 import threading
 from functools import partial
 
@@ -445,7 +447,8 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
         ),
         (
             {"other": np.int32(0)},
-            "batch['other'] only in a row of feed 1; batch['id'] only in a row of feed 0",
+            "batch['other'] only in a row of feed 1, not in a row of feed 0; batch['id'] only in"
+            " a row of feed 0, not in a row of feed 1.",
         ),
         (
             {"id": None},
@@ -559,13 +562,32 @@ def test_a_feed_without_a_file_is_named_and_asked_about(make_feed):
     with pytest.raises(IndexError) as error:
         next(batches)
     problem, remedy = str(error.value).splitlines()
-    assert re.fullmatch(
-        r"the feed failed before its first row \(.+\)\. There may be fewer files than feeds\.",
+    assert re.match(
+        r"the feed failed before its first row \(.+\)\. There may be fewer files than feeds\. ",
         problem,
     )
     assert remedy.startswith("  remedy: pass a num_feeds that is at most the number of files")
     assert error.value.__notes__[0] == "grain_shard: in feed 2 of 4"
     assert type(error.value.__cause__) is IndexError
+
+
+def test_a_feed_whose_glob_may_open_no_folder_is_told_the_limit_of_open_files(tmp_path):
+    (tmp_path / "1").touch()
+
+    def make_feed(feed):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            files = sorted(glob.glob(str(tmp_path / "*")))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return grain.MapDataset.source(files[feed.shard_index]).map(int).to_iter_dataset()
+
+    with pytest.raises(IndexError) as error:
+        next(iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1)))
+    problem, remedy = str(error.value).splitlines()
+    assert problem.endswith("glob then finds no file, and raises no error.")
+    assert remedy.endswith("raise the limit of open files (ulimit -n).")
 
 
 def test_an_index_error_of_a_later_row_is_not_asked_about():

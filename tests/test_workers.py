@@ -24,7 +24,7 @@ from grain_shard import ShardingError, rehearse
 from tests import text
 from tests.conftest import HOSTS_S, assert_ended, data_mesh, eventually, ids, numbered
 from tests.pipelines import Odd, assert_same_batches, shared_out, with_states
-from tests.programs import run, script
+from tests.programs import python, run, script
 
 slow = pytest.mark.slow
 MEMORY_MAP = Path("/proc/self/maps")
@@ -224,6 +224,22 @@ def test_without_the_guard_of_the_main_module_it_fails_and_says_why(held_bytes, 
     assert err.count("ShardingError: a worker process imported the main script") == 2
     remedy = 'no reason is above, put the loop of the main script under `if __name__ == "__main'
     assert remedy in err
+
+
+@slow
+def test_a_program_from_standard_input_is_told_that_workers_need_its_file(tmp_path):
+    (tmp_path / "program.py").write_text(
+        script("""
+            if __name__ == "__main__":
+                list(pipeline(num_workers=1))
+        """)
+    )
+    with (tmp_path / "program.py").open() as program:
+        process = python("-", stdin=program)
+        _, err = process.communicate(timeout=HOSTS_S)
+    assert process.returncode == 1
+    assert "this program comes from standard input.\n  remedy: save the program to a file" in err
+    assert "put the loop of the main script under" not in err
 
 
 @slow

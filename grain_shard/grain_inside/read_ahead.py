@@ -12,7 +12,7 @@ import copy
 import functools
 import reprlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -23,6 +23,8 @@ from grain_shard.grain_inside.nodes import is_run_by_workers, iter_batch_size, r
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 # A function that checks a record, and is told if functions of the user change the batch later.
 CheckRecord = Callable[..., None]
+# A function that checks the records of a batch that could not be stacked.
+CheckRecords = Callable[[Sequence[Any]], None]
 # Attributes in which Grain's nodes keep a user's function.
 _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 
@@ -31,6 +33,7 @@ def replace_read_ahead(
     ds: grain.IterDataset,
     make_stream: MakeStream,
     check_record: CheckRecord = lambda record, is_changed_later: None,
+    check_records: CheckRecords = lambda records: None,
 ) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
 
@@ -45,6 +48,8 @@ def replace_read_ahead(
             state of the stream must be like Grain's, ``{"next_index": ...}``.
         check_record: Checks the first record that Grain's own ``.batch`` stacks. Grain would stack
             mappings, for example, as an array of their keys.
+        check_records: Checks the records of a batch that Grain's own ``.batch`` fails to stack.
+            Grain names neither the record nor the leaf.
 
     Returns:
         The stream. It is `ds` itself if there is nothing to replace or wrap, or if Grain's private
@@ -71,7 +76,7 @@ def replace_read_ahead(
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := _own(node, name))}
         if iter_batch_size(node) is not None:
             check = functools.partial(check_record, is_changed_later=node is not ds)
-            functions["_batch_fn"] = _checking(_own(node, "_batch_fn"), check)
+            functions["_batch_fn"] = _checking(_own(node, "_batch_fn"), check, check_records)
         flat_map = getattr(_own(node, "_transform"), "flat_map", None)
         if not (changed or functions or flat_map):
             return node
@@ -139,8 +144,16 @@ def _is_users(fn: Any) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith("grain.")
 
 
-def _checking(batch_fn: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wraps a batch function so that the first record of the first batch is checked."""
+def _checking(
+    batch_fn: Callable[..., Any], check: Callable[[Any], None], check_records: CheckRecords
+) -> Callable[..., Any]:
+    """Wraps a batch function so that records are checked.
+
+    Args:
+        batch_fn: The batch function.
+        check: Checks the first record of the first batch.
+        check_records: Checks the records of a batch that `batch_fn` fails to stack.
+    """
     is_checked = False
 
     @functools.wraps(batch_fn)
@@ -149,7 +162,11 @@ def _checking(batch_fn: Callable[..., Any], check: Callable[[Any], None]) -> Cal
         if not is_checked:
             check(records[0])
             is_checked = True
-        return batch_fn(records)
+        try:
+            return batch_fn(records)
+        except (TypeError, ValueError):
+            check_records(records)
+            raise
 
     return checking
 

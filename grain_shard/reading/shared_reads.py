@@ -421,5 +421,8 @@ def _num_bytes(element: Any) -> int:
 
     A leaf that is not an array counts without the objects that it refers to.
     """
-    leaves = jax.tree.leaves(element)
+    try:
+        leaves = jax.tree.leaves(element)
+    except ValueError:  # a dict has keys that JAX cannot sort, and a later function may change it
+        leaves = [element]
     return sum(getattr(leaf, "nbytes", None) or sys.getsizeof(leaf) for leaf in leaves)

@@ -18,7 +18,7 @@ from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import BEFORE_BATCH, name_in
-from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text
+from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text, leaves_of
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
@@ -134,7 +134,12 @@ class RowStacker:
             ShardingError: A row has another structure.
         """
         # All rows in one call: flattening them one by one costs more than copying them.
-        leaves, structure = jax.tree.flatten(tuple(rows))
+        try:
+            leaves, structure = jax.tree.flatten(tuple(rows))
+        except ValueError:
+            for row, origin in zip(rows, origins, strict=True):
+                leaves_of(row, name=functools.partial(self._name_of, "keys", origin))
+            raise
         if len(rows) not in self._of_many:
             of_many = jax.tree_util.treedef_tuple([self.structure] * len(rows))
             self._of_many[len(rows)] = of_many
@@ -164,7 +169,7 @@ class RowStacker:
         if fits:
             return
         for value, origin in zip(column, origins, strict=True):
-            leaf = functools.partial(self._leaf_name, origin)
+            leaf = functools.partial(self._name_of, "leaf", origin)
             (array,) = as_arrays([self.paths[i]], [value], leaf)
             # The dtype of text has a width, which may differ between rows.
             same_text = is_text(array) and _is_bytes(array) == _is_bytes(like)
@@ -180,8 +185,8 @@ class RowStacker:
                     " shape and dtype. In feeds, texts of different lengths can be packed.",
                 )
 
-    def _leaf_name(self, origin: Any) -> str:
-        return f"in {self._name(origin)}, the leaf"
+    def _name_of(self, part: str, origin: Any) -> str:
+        return f"in {self._name(origin)}, the {part}"
 
     def _fits(self, columns: Iterable[Columns]) -> bool:
         """Returns True if the arrays of all sources have the structure, shapes and dtypes of rows.
@@ -198,8 +203,12 @@ class RowStacker:
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         found, first = set(flatten(row)[0]), set(self.paths)
         name, first_name = self._name(origin), self._name(self._first)
-        only = (found - first, name), (first - found, first_name)
-        sides = [f"{', '.join(sorted(paths))} only in {side}" for paths, side in only if paths]
+        only = (found - first, name, first_name), (first - found, first_name, name)
+        sides = [
+            f"{', '.join(sorted(paths))} only in {side}, not in {other}"
+            for paths, side, other in only
+            if paths
+        ]
         differ = f"the types of containers differ in {name} and in {first_name}"
         raise ShardingError(
             f"two rows have different structures: {'; '.join(sides) or differ}.",
@@ -207,6 +216,19 @@ class RowStacker:
             remedy="return the same tree for every row from .map. A leaf that is None in one row"
             " must be None in all rows.",
         )
+
+
+def check_rows(rows: Sequence[Any]) -> None:
+    """Checks the rows of a batch that Grain's own ``.batch`` could not stack.
+
+    Args:
+        rows: The rows.
+
+    Raises:
+        ShardingError: The rows cannot be stacked. The message names a row and a leaf.
+    """
+    stacker = RowStacker(rows[0], "row {} of the batch".format, 0)
+    stacker.write(stacker.empty(len(rows)), rows, 0, range(len(rows)))
 
 
 class RowTemplate:

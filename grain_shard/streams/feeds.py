@@ -215,8 +215,10 @@ class Feeds(Streams):
     def failed_at_start(self, error: IndexError) -> str:
         return (
             f"the feed failed before its first row ({error}). There may be fewer files than"
-            " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
-            " the rows, instead of the files, among the feeds."
+            " feeds. Or the process has as many open files as it may have: glob then finds no file,"
+            " and raises no error.\n  remedy: pass a num_feeds that is at most the number of files,"
+            " or divide the rows, instead of the files, among the feeds. If there are enough files,"
+            " raise the limit of open files (ulimit -n)."
         )
 
     def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:

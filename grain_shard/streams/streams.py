@@ -25,6 +25,7 @@ from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
 from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import BYTES_AHEAD, Limits, SharedReads
+from grain_shard.reading.stack import check_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.state_json import UNCHANGED, why_unsaved
@@ -210,7 +211,7 @@ class OneStream(Streams):
                 limits = Limits(*nodes.options_set_by_user(options))
             return RecordStream(reads, None, records, limits)
 
-        return iter(replace_read_ahead(self._ds, read, check_record))
+        return iter(replace_read_ahead(self._ds, read, check_record, check_rows))
 
     def name(self, number: int) -> str:
         return f"this host's {self.one}"

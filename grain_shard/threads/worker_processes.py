@@ -198,6 +198,12 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
     if exit_code >= 0:
         if begun:
             return "a function or a library in the worker ended the process."
+        if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+            return (
+                "a worker ended before any batch. Each worker imports the main program from its"
+                " file, and this program comes from standard input.\n  remedy: save the program"
+                " to a file, and run that file."
+            )
         return f"a worker ended before any batch. If no reason is above, {GUARD}"
     names = {int(number): number.name for number in signal.Signals}
     killed = f"the signal {names.get(-exit_code, -exit_code)} killed the worker."
