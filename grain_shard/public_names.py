@@ -5,8 +5,8 @@ Type checkers read the same stub.
 
 from __future__ import annotations
 
-import ast
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ def public_names(
         package: The package to which the imports of the stub are relative.
         file: The ``__file__`` of the module. The stub (``.pyi``) is beside this file.
     """
+    stub = Path(file).with_suffix(".pyi").read_text()
     module_of = {
-        alias.name: node.module
-        for node in ast.parse(Path(file).with_suffix(".pyi").read_text()).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+        name: module
+        for module, name in re.findall(r"^from \.(\S*) import (\w+) as \2$", stub, re.MULTILINE)
     }
     names = sorted(module_of)
 
