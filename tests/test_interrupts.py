@@ -1,11 +1,12 @@
-"""An interrupt at any line of the main thread's way through the package, and the loop goes on.
+"""After Ctrl-C the same iterator goes on with the next batch. On several hosts all get an error.
 
-On one of several hosts it is an error on all.
+Signals at random times, many hundred of a kind: benchmarks/soak/signals.py.
 """
 
 import contextlib
 import gc
 import itertools
+import random
 import signal
 import sys
 import threading
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import ShardedIterator, StateError, rehearse
+from benchmarks.soak import signals
+from grain_shard import ShardedIterator, rehearse
 from tests.conftest import (
     HOSTS_S,
     Restorable,
@@ -60,71 +62,10 @@ class Interrupt:
     def _line(self, frame, event, arg):
         if event == "line":
             self.lines += 1
-            if self.where is None and 0 < self.line <= self.lines and not is_in_del(frame):
+            if self.where is None and 0 < self.line <= self.lines:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
-
-
-def is_in_del(frame):
-    """Whether Python would drop what is raised there."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-def again(call, *args):
-    """Calls it, and once more if it is interrupted, as a loop in a notebook would."""
-    try:
-        return call(*args)
-    except KeyboardInterrupt:
-        return call(*args)
-
-
-def walk(ds, expected):
-    """Goes through all batches, and back twice; each batch comes in its turn, with its state."""
-    iterator = again(iter, ds)
-    beginning = again(iterator.get_state)
-
-    def take(k):
-        before = again(iterator.get_state)
-        try:
-            batch = next(iterator)
-        except KeyboardInterrupt:
-            assert again(iterator.get_state) == before
-            batch = next(iterator)
-        assert (own_rows(batch), again(iterator.get_state)) == expected[k]
-
-    for k in range(len(expected)):
-        take(k)
-    assert again(next, iterator, None) is None
-    again(iterator.set_state, expected[0][1])
-    take(1)
-    again(iterator.reset)
-    assert again(iterator.get_state) == beginning
-    take(0)
-    devices = [t for t in background_threads() if t.name.startswith("grain-shard-device")]
-    assert len(devices) == 1
-    again(iterator.close)
-    with pytest.raises(ValueError, match="closed"):
-        again(next, iterator)
-
-
-def expected_of(ds):
-    with iter(ds) as iterator:
-        return [(own_rows(batch), iterator.get_state()) for batch in iterator]
-
-
-def interrupted_walk(ds, expected, line):
-    """A walk with an interrupt at a line, which leaves no thread; which it was."""
-    others = background_threads()
-    with Interrupt(line) as interrupt:
-        try:
-            walk(ds, expected)
-        except BaseException as error:
-            raise AssertionError(f"line {line} of the walk: {interrupt.where}") from error
-    assert_ended(background_threads() - others)
-    return interrupt
 
 
 def stream(start=0):
@@ -144,16 +85,16 @@ KINDS = {
 }
 
 
-# Python says so of objects that are half made, when Grain closes them in their __del__.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("every", [41, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.long])])
-def test_after_an_interrupt_at_any_line_the_next_batch_is_the_one_that_the_state_says(kind, every):
-    ds = KINDS[kind](data_mesh(2))
-    expected = expected_of(ds)
-    walks = (interrupted_walk(ds, expected, line) for line in itertools.count(1, every))
-    last = next(interrupt for interrupt in walks if interrupt.where is None)
-    assert last.lines > 500
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", signals.KINDS)
+def test_after_signals_at_random_times_no_batch_is_lost_or_doubled(kind):
+    count, most_s = (3, 0.5) if kind == "workers" else (60, 0.02)
+    interrupts = signals.Interrupts(random.Random(kind), most_s)
+    try:
+        signals.interrupted(signals.KINDS[kind](data_mesh(2)), count, interrupts)
+    finally:
+        interrupts.end()
+    assert interrupts.sent == count
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,37 +151,6 @@ def test_no_second_thread_reads_a_stream_while_the_interrupted_one_is_inside(no_
         source.goes_on.set()
         assert_ended(threads)
         assert [own_rows(next(iterator))[0] for _ in range(2)] == [16, 24]
-
-
-@pytest.mark.parametrize("call", ["set_state", "next"])
-def test_a_state_of_other_records_is_refused_after_an_interrupt_at_any_line(call):
-    def sharded(first):
-        records = [{"id": np.int32(first + i)} for i in range(64)]
-        return grain.MapDataset.source(records).batch(8).shard_to(data_mesh(2))
-
-    with iter(sharded(0)) as saved:
-        next(saved)
-        state = saved.get_state()
-
-    def interrupted(line, work):
-        interrupt = Interrupt(line)
-        with interrupt, contextlib.suppress(KeyboardInterrupt, StateError):
-            work()
-        return interrupt.where
-
-    for line in itertools.count(1, 7):
-        with iter(sharded(1000)) as iterator:
-            where = interrupted(line * (call == "set_state"), lambda: iterator.set_state(state))
-            is_restored = iterator.get_state()["step"] == 1
-            if call == "next":
-                where = interrupted(line, lambda: next(iterator))
-            if is_restored:
-                with pytest.raises(StateError, match="changed since the state was saved"):
-                    next(iterator)
-            else:
-                assert own_rows(next(iterator))[0] == 1000
-        if where is None:
-            return
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError])

@@ -318,7 +318,7 @@ def read_by_threads(
         by_several = has_threads(options) and (any_number or options.num_threads != 1)
         return [records] if by_several and len(records) else []
     by_code: dict[Any, grain.MapDataset] = {}
-    for one in _made_of(ds):
+    for one in made_of(ds):
         for records in read_by_threads(one, any_number=any_number):
             by_code.setdefault(_code(records), records)
     return list(by_code.values())
@@ -346,11 +346,11 @@ def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def walk(ds: Any) -> Iterator[Any]:
     """Yields a dataset, then the datasets that it is made of, down to the sources."""
     yield ds
-    for below in _made_of(ds):
+    for below in made_of(ds):
         yield from walk(below)
 
 
-def _made_of(ds: Any) -> list[Any]:
+def made_of(ds: Any) -> list[Any]:
     """Returns the parents of a node, and the datasets that it interleaves.
 
     Grain does not list interleaved datasets as parents. ``.mp_prefetch`` interleaves the datasets

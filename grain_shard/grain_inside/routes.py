@@ -428,8 +428,14 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
     while (mixed := below_mixture(way.ds, way.indices)) is not None:
         parents, below = mixed
         way = route(way.ds.parents[parents.item()], below)
-    source = getattr(way.ds, "_source", None) if type(way.ds) is nodes.SOURCE else None
-    return None if source is None else (source, way.indices.item() % len(way.ds))
+    if (source := source_in(way.ds)) is way.ds:
+        return None
+    return source, way.indices.item() % len(way.ds)
+
+
+def source_in(ds: grain.MapDataset) -> Any:
+    """Returns the source of a ``MapDataset.source(source)``; any other dataset itself."""
+    return getattr(ds, "_source", ds) if type(ds) is nodes.SOURCE else ds
 
 
 def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:

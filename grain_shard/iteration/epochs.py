@@ -72,7 +72,7 @@ class Epochs(ShardedIterator):
         position, left = self._after_last()
         if position != self._at.position:
             self._go_to(position, self._at.digest)
-        epoch, last = self._batches.pass_of(position)[0], self._last
+        epoch = self._batches.pass_of(position)[0]
         if not left:
             try:
                 # No batch is left. This call tells the other hosts, and raises StopIteration.
@@ -80,13 +80,8 @@ class Epochs(ShardedIterator):
             except StopIteration:
                 self._last, self._has_ended = (self._at.moves, epoch), True
                 raise
-        batches = EpochBatches(self, self._at.moves, epoch, left)
-        try:
-            self._last = self._at.moves, epoch
-            return batches
-        except BaseException:  # an interrupt before the return: the epoch was not handed out
-            self._last = last
-            raise
+        self._last = self._at.moves, epoch
+        return EpochBatches(self, self._at.moves, epoch, left)
 
     def _go_to(self, position: Position | None, digest: str = "") -> None:
         super()._go_to(position, digest)
@@ -179,7 +174,6 @@ class EpochBatches(Iterator[Batch]):
 
         A loop over the epochs then goes on with the epoch that follows this one.
         """
-        # One step, which an interrupt cannot leave half done.
         self.__dict__.update(vars(self._epochs._rewind(self.epoch)))
 
     if not TYPE_CHECKING:  # so that type checkers, too, refuse an attribute that it lacks
