@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from grain_shard.digest import MANY_DIGITS, element_digest
-from grain_shard.errors import ShardingError, noting, require_int
+from grain_shard.errors import ShardingError, noting, require_int, text_of
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.compare import OF_FEEDS
@@ -211,9 +211,9 @@ class Feeds(Streams):
 
     def failed_at_start(self, error: IndexError) -> str:
         return (
-            f"the feed failed before its first row ({error}). There may be fewer files than"
-            " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
-            " the rows, instead of the files, among the feeds."
+            f"the feed failed before its first row ({text_of(error)}). There may be fewer files"
+            " than feeds.\n  remedy: pass a num_feeds that is at most the number of files, or"
+            " divide the rows, instead of the files, among the feeds."
         )
 
     def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:
