@@ -32,6 +32,7 @@ from grain_shard.reading.shared_reads import Limits, SharedReads
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.state_json import warn_unsaved
+from grain_shard.streams.feed_arrays import FeedIterator
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.streams.streams import Streams, Turn, refuse_lost_epochs
@@ -193,7 +194,7 @@ class Feeds(Streams):
             limits = Limits(reads_ahead=nodes.has_threads(options))
             return RecordStream(reads, number, records, limits)
 
-        return iter(replace_read_ahead(self.make(number), read))
+        return FeedIterator(replace_read_ahead(self.make(number), read), reads.faults)
 
     def lacks(self, numbers: Sequence[int]) -> str:
         return (
