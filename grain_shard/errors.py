@@ -204,19 +204,28 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def text_of(error: BaseException) -> str:
+    """Returns the text of an error, also if the error's own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception:  # the user's exception class is faulty, but its error has to be told
+        return "(the text of this error cannot be read)"
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Returns the notes on an error that are text. A user's class may have others."""
+    return [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+
+
 def describe_error(error: BaseException) -> str:
     """Returns the text of an error for other hosts: its class, its message and the notes on it.
 
     Only notes of this package count. For example, a note says in which feed the error was raised.
     """
     ours = "grain_shard: "
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
-    places = "; ".join(note.removeprefix(ours) for note in notes)
-    try:
-        text = str(error)
-    except Exception:  # the user's exception class is faulty, but other hosts must get a text
-        text = "(the text of this error cannot be read)"
-    return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
+    notes = [note.removeprefix(ours) for note in notes_of(error) if note.startswith(ours)]
+    places = f" ({'; '.join(notes)})" if notes else ""
+    return f"{type(error).__name__}: {text_of(error)}{places}"
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

@@ -18,6 +18,11 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
+# The classes of leaves that are arrays of NumPy, numbers or text.
+_ARRAYS = np.ndarray, np.generic, int, float, complex, str, bytes
+# The most frequent of them, and None, which has no leaf.
+_FREQUENT = {np.dtype(code).type for code in np.typecodes["All"]}
+_FREQUENT |= {np.ndarray, np.memmap, bool, int, float, complex, str, bytes, type(None)}
 # Attributes of rows and tables with labels, such as those of pandas, polars and pyarrow.
 _LABELS = {"iloc", "columns", "column_names"}
 MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that are not padding
@@ -116,7 +121,7 @@ def check_leaf(path: str, leaf: Any) -> None:
     Raises:
         ShardingError: The leaf is an object of another class. The message names the class.
     """
-    if isinstance(leaf, np.ndarray | np.generic | int | float | complex | str | bytes):
+    if isinstance(leaf, _ARRAYS):
         return
     name, has = type(leaf).__name__, set(dir(leaf))
     if has & _LABELS:
@@ -154,6 +159,46 @@ def _is_mapping(leaf: Any) -> bool:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")
+
+
+def has_only_arrays(tree: Any) -> bool:
+    """Returns True if every leaf is an array of NumPy, a number or text.
+
+    This takes less than a microsecond. It may return False for such a tree, too, if a container or
+    a leaf is of a rare class.
+    """
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return type(tree) in _FREQUENT
+    return are_arrays(tree) or all(map(has_only_arrays, tree))
+
+
+def are_arrays(leaves: Iterable[Any]) -> bool:
+    """Returns True if all leaves are arrays of NumPy, numbers or text, of frequent classes."""
+    return _FREQUENT.issuperset(map(type, leaves))
+
+
+def array_of(leaf: Any) -> Any:
+    """Returns the array of a leaf of another library, such as an image or a tensor.
+
+    Any other leaf is returned as it is. So is a leaf that `as_arrays` refuses.
+
+    Raises:
+        Exception: The array cannot be had.
+    """
+    if isinstance(leaf, (*_ARRAYS, Mapping)) or any(hasattr(leaf, name) for name in _LABELS):
+        return leaf
+    # An image makes its `__array_interface__`, so only its class is asked for that.
+    if not (hasattr(type(leaf), "__array_interface__") or hasattr(leaf, "__array__")):
+        return leaf
+    try:
+        array = np.asarray(leaf)
+    except TypeError:
+        if isinstance(leaf, jax.Array):  # typed PRNG keys
+            return leaf
+        raise
+    return leaf if array.dtype.hasobject else array
 
 
 def check_lists(tree: Any) -> None:

@@ -559,7 +559,10 @@ def test_an_error_whose_text_cannot_be_had_is_still_told_to_other_hosts():
             raise RuntimeError("no text")
 
     assert describe_error(ValueError("bad")) == "ValueError: bad"
-    assert describe_error(Unspeakable()) == "Unspeakable: (the text of this error cannot be read)"
+    noted = Unspeakable()
+    noted.__notes__ = [noted, "grain_shard: in feed 3", "of the user"]
+    text = "Unspeakable: (the text of this error cannot be read) (in feed 3)"
+    assert describe_error(noted) == text
 
 
 def test_keys_that_cannot_be_sorted_may_go_before_the_batch_of_a_stream():

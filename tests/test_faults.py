@@ -221,7 +221,7 @@ class TestRetries:
     def test_the_pauses_grow_up_to_a_longest(self, monkeypatch):
         clock, tries = [0.0], []
         monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.1)
-        monkeypatch.setattr(faults.random, "uniform", lambda low, high: high)
+        monkeypatch.setattr(faults._lengths, "uniform", lambda low, high: high)
         monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
         monkeypatch.setattr(faults.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
 

@@ -46,6 +46,15 @@ SHUFFLES = {
 }
 # Nodes that make element i from element i of their parent.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
+_STREAM = grain.MapDataset.range(1).to_iter_dataset()
+# Nodes of a stream that make each element from the last element of their parent.
+_ROW_BY_ROW = (
+    _ITER_SEED,
+    type(_STREAM.map(str)),
+    type(_STREAM.map_with_index(lambda i, x: x)),
+    type(_STREAM.random_map(lambda x, rng: x, seed=0)),
+    type(_STREAM.filter(bool)),
+)
 
 
 @dataclass(frozen=True)
@@ -336,6 +345,13 @@ def _code(records: grain.MapDataset) -> tuple[Any, ...]:
 def keeps_indices(ds: grain.MapDataset) -> bool:
     """Returns whether a node makes element i from element i of its parent alone."""
     return type(ds) in _ELEMENTWISE
+
+
+def before_rows(ds: Any) -> Any:
+    """Returns the dataset of which a stream makes each row from one element, the last one."""
+    while type(ds) in _ROW_BY_ROW:
+        (ds,) = ds.parents
+    return ds
 
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:

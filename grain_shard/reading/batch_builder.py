@@ -7,6 +7,7 @@ source may read ranges of several batches.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import BEFORE_BATCH, name_in
 from grain_shard.reading.padding import Padding, pad_batch
+from grain_shard.reading.row_arrays import read_arrays, with_arrays
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.threads.results import Results
@@ -113,12 +115,27 @@ class BatchBuilder:
 
         Several threads may call this at the same time, for different rows.
         """
+        read_leaves = functools.partial(self._with_arrays, start)
+        if not self.template.is_known and isinstance(elements, list):
+            elements = read_leaves(elements)
         stacker = self.template.stacker(self.faults, lambda: (elements[0], self.records[start]))
         with self._lock:
             if self._arrays is None:
                 self._arrays = stacker.empty(self.size)
         origins = self.records[start : start + len(elements)]
-        stacker.write(self._arrays, elements, start, origins)
+        stacker.write(self._arrays, elements, start, origins, read_leaves)
+
+    def _with_arrays(self, start: int, rows: list[Any]) -> list[Any]:
+        """Returns rows in which the leaves of other libraries are arrays.
+
+        A row whose leaf fails is an unreadable one, see `_leave_out_bad`.
+        """
+        found = list[Any]()
+        for row in rows:
+            found.append(read_arrays(row, self.faults))
+            if type(found[-1]) is Unreadable:
+                self._leave_out_bad(found, start)
+        return found
 
     def _stacked(self) -> FlatBatch:
         """Returns the batch without padding. Every element must have been written before.
@@ -205,7 +222,8 @@ class BatchBuilder:
         records = self.records[start : start + bad.among].tolist()
         for record in records:
             try:
-                self.template.records[record]  # Grain alone reads it, without our shortcuts
+                # Grain alone reads it, without our shortcuts.
+                with_arrays(self.template.records[record])
             except Exception as another:
                 found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))

@@ -44,6 +44,8 @@ _MOST_LISTED = 1000
 _LOG_EVERY_S = 30
 # A pause checks at this interval, in seconds, if it should end.
 _SLICE_S = 0.05
+# The lengths of pauses come from here. The state of `random` itself is the user's.
+_lengths = random.Random()
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ class Faults(Recovery):
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
         # The pause takes no lock, because the garbage collector may call `stop` in any thread, also
         # in one that holds a lock. So it sleeps in short slices, and checks for `stop` after each.
-        until = time.monotonic() + longest_s * random.uniform(0.5, 1.0)
+        until = time.monotonic() + longest_s * _lengths.uniform(0.5, 1.0)
         while not self._is_stopped and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _SLICE_S))
         return not self._is_stopped

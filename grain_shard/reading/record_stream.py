@@ -12,6 +12,7 @@ from typing import Any
 
 import grain
 
+from grain_shard.errors import noting
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.origin import name_in
@@ -27,6 +28,9 @@ class RecordStream(grain.IterDataset):
         feed: Number of the feed; None in a stream that is no feed.
         records: The records.
         limits: The limits of reading ahead that the user has set.
+
+    Attributes:
+        last: Index of the record that was yielded last.
     """
 
     def __init__(
@@ -37,9 +41,27 @@ class RecordStream(grain.IterDataset):
         self.feed: int | None = feed
         self.records: grain.MapDataset = records
         self.limits: Limits = limits
+        self.last: int = -1
 
     def __iter__(self) -> RecordIterator:
         return RecordIterator(self)
+
+    def leave_out(self, bad: Unreadable) -> None:
+        """Leaves out the last record, whose row failed after the record was yielded.
+
+        Raises:
+            BadRecordsError: There are too many bad records.
+            BaseException: The error of the row, if the rules do not let the record be left out.
+        """
+        faults = self.reads.faults
+        if not faults.may_leave_out(bad.error):
+            with noting(f"while evaluating {self.name_of(self.last)}"):
+                Raised.of(bad.error).throw()
+        faults.leave_out(bad, self.records, self.last, self.feed)
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a record for messages."""
+        return name_in(self.records, "the dataset before .to_iter_dataset", index)
 
 
 class RecordIterator(grain.DatasetIterator):
@@ -76,6 +98,7 @@ class RecordIterator(grain.DatasetIterator):
             if type(element) is Unreadable:
                 faults.leave_out(element, stream.records, index, stream.feed)
             elif element is not None:  # None: a filter left the record out, and Grain skips it, too
+                stream.last = index
                 return element
         raise StopIteration
 
@@ -86,8 +109,7 @@ class RecordIterator(grain.DatasetIterator):
             element: The record's `Unreadable` element, which may stand for several records; None if
                 there is no element.
         """
-        where = "the dataset before .to_iter_dataset"
-        name = name_in(self._stream.records, where, self._next_index)
+        name = self._stream.name_of(self._next_index)
         among = element.among if type(element) is Unreadable else 1
         return name if among == 1 else f"one of {among} records, the first of which is {name}"
 

@@ -18,7 +18,16 @@ from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import BEFORE_BATCH, name_in
-from grain_shard.trees import FlatBatch, as_arrays, check_lists, flatten, is_text, leaves_of
+from grain_shard.reading.row_arrays import read_arrays
+from grain_shard.trees import (
+    FlatBatch,
+    are_arrays,
+    as_arrays,
+    check_lists,
+    flatten,
+    is_text,
+    leaves_of,
+)
 
 # About this many bytes of rows are made before they are written into the batch. More bytes would
 # need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
@@ -82,7 +91,12 @@ class RowStacker:
         ]
 
     def write(
-        self, arrays: Sequence[np.ndarray], rows: Sequence[Any], start: int, origins: Iterable[Any]
+        self,
+        arrays: Sequence[np.ndarray],
+        rows: Sequence[Any],
+        start: int,
+        origins: Iterable[Any],
+        read_leaves: Callable[[Any], list[Any]] = list,
     ) -> None:
         """Writes some rows into arrays.
 
@@ -93,6 +107,8 @@ class RowStacker:
             rows: Trees of arrays and scalars; each must have the same structure.
             start: Position in the arrays of the first row to write.
             origins: The origin of each row, for messages.
+            read_leaves: Returns the rows with arrays in place of leaves of other libraries. It is
+                called if there may be such leaves.
 
         Raises:
             ShardingError: A row has another structure, shape or dtype.
@@ -103,6 +119,8 @@ class RowStacker:
                 rows.gather(i, array[start:stop])
             return
         leaves = self._leaves_of(rows, origins)
+        if not are_arrays(leaves):
+            leaves = self._leaves_of(read_leaves(rows), origins)
         for i, array in enumerate(arrays):
             column = leaves[i :: len(arrays)]
             self._check(i, column, origins)
@@ -254,6 +272,11 @@ class RowTemplate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = {**state, "_learning": threading.Lock()}
 
+    @property
+    def is_known(self) -> bool:
+        """True if the structure of all rows is known."""
+        return self._stacker is not None
+
     def stacker(self, faults: Faults, known: Callable[[], KnownRow] | None = None) -> RowStacker:
         """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
 
@@ -287,7 +310,8 @@ class RowTemplate:
         error: BaseException = LookupError("the dataset has no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
-            (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            (element,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            row = read_arrays(element, faults)
             if type(row) is not Unreadable:
                 return row, record
             error = row.error

@@ -142,7 +142,8 @@ class _WholeBatch(BatchBuilder):
         Raises:
             ShardingError: The batch has an unexpected number of rows.
         """
-        flat, batching, rows = FlatBatch.of(elements[0]), self._batching, None
+        (batch,) = self._with_arrays(start, elements[:1])
+        flat, batching, rows = FlatBatch.of(batch), self._batching, None
         batching.batches.check_record(flat)
         made_of = batching.batches.made_of
         if made_of is not None:

@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from grain_shard.digest import MANY_DIGITS, element_digest
-from grain_shard.errors import ShardingError, noting, require_int
+from grain_shard.errors import ShardingError, noting, require_int, text_of
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.compare import OF_FEEDS
@@ -33,6 +33,7 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
+from grain_shard.streams.feed_arrays import FeedIterator
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.streams.streams import Streams, Turn, refuse_lost_epochs
@@ -196,7 +197,7 @@ class Feeds(Streams):
             limits = Limits(reads_ahead=nodes.has_threads(options))
             return RecordStream(reads, number, records, limits)
 
-        return iter(replace_read_ahead(self.make(number), read))
+        return FeedIterator(replace_read_ahead(self.make(number), read), reads.faults)
 
     def lacks(self, numbers: Sequence[int]) -> str:
         return (
@@ -214,11 +215,11 @@ class Feeds(Streams):
 
     def failed_at_start(self, error: IndexError) -> str:
         return (
-            f"the feed failed before its first row ({error}). There may be fewer files than"
-            " feeds. Or the process has as many open files as it may have: glob then finds no file,"
-            " and raises no error.\n  remedy: pass a num_feeds that is at most the number of files,"
-            " or divide the rows, instead of the files, among the feeds. If there are enough files,"
-            " raise the limit of open files (ulimit -n)."
+            f"the feed failed before its first row ({text_of(error)}). There may be fewer files"
+            " than feeds. Or the process has as many open files as it may have: glob then finds no"
+            " file, and raises no error.\n  remedy: pass a num_feeds that is at most the number of"
+            " files, or divide the rows, instead of the files, among the feeds. If there are enough"
+            " files, raise the limit of open files (ulimit -n)."
         )
 
     def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, describe_error
 
 Key = tuple[int, str]  # the number of a process, and a name that no other object has
 
@@ -71,7 +71,7 @@ def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
         raise
     except Exception as error:
         raise ShardingError(
-            f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
+            f"the pipeline cannot be sent to a worker process: {describe_error(error)}.",
             remedy="do not keep an open file, connection, lock, threading.local or ContextVar in"
             " the pipeline, because it cannot be pickled. In a source, leave it out of the state"
             " that __getstate__ returns, and open it again in __setstate__, which runs in the"

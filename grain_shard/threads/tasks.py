@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
+from grain_shard.errors import notes_of
+
 T = TypeVar("T")
 
 
@@ -70,7 +72,7 @@ class Raised(NamedTuple):
                 " such as next(items, None)."
             )
             wrapped.__cause__ = error
-            for note in getattr(error, "__notes__", ()):  # notes that name the record
+            for note in notes_of(error):  # notes that name the record
                 wrapped.add_note(note)
             return cls(wrapped, None)
         return cls(error, error.__traceback__)

@@ -35,7 +35,7 @@ from typing import Any, cast
 import grain
 import numpy as np
 
-from grain_shard.errors import ShardingError, noting
+from grain_shard.errors import ShardingError, notes_of, noting, text_of
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.threads.main_script import GUARD, refuse_repeated_initialize
 from grain_shard.threads.parcel import Parcel
@@ -109,7 +109,7 @@ class WorkerProcesses(Producer[Any]):
                 packed, sizes = next(elements)
         except Exception as error:
             self._failure = error.__traceback__
-            if (code := re.search(r"terminated .* exit code (-?\d+)", str(error))) is not None:
+            if (code := re.search(r"terminated .* exit code (-?\d+)", text_of(error))) is not None:
                 error.add_note(f"grain_shard: {_why_it_ended(int(code[1]), self._taken > 0)}")
             raise
         self._taken += 1
@@ -353,7 +353,7 @@ def sendable(error: BaseException) -> BaseException:
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error
-    told = RuntimeError(f"{type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
+    told = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    for note in notes_of(error):
         told.add_note(note)
     return told.with_traceback(error.__traceback__)

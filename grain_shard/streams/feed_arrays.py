@@ -1,0 +1,53 @@
+"""`FeedIterator`: the rows of a feed, in which leaves of other libraries are arrays.
+
+The functions of the feed get the leaves as they are, so their arrays are made last. If that fails,
+the row's record has failed, as before ``.to_iter_dataset``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+
+from grain_shard.grain_inside.nodes import before_rows
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.reading.faults import Faults
+from grain_shard.reading.record_stream import RecordStream
+from grain_shard.reading.row_arrays import read_arrays
+from grain_shard.threads.tasks import Raised
+
+
+class FeedIterator(grain.DatasetIterator):
+    """An iterator over the rows of a feed, with the state of the feed's own iterator.
+
+    Args:
+        feed: The feed.
+        faults: The rules for failed reads.
+    """
+
+    def __init__(self, feed: grain.IterDataset, faults: Faults):
+        super().__init__()
+        self._rows, self._faults = iter(feed), faults
+        records = before_rows(feed)
+        self._records = records if isinstance(records, RecordStream) else None
+
+    def __next__(self) -> Any:
+        while True:
+            row = read_arrays(next(self._rows), self._faults)
+            if type(row) is not Unreadable:
+                return row
+            # Without a `RecordStream` it is unknown which record became the row.
+            if self._records is None:
+                Raised.of(row.error).throw()
+            self._records.leave_out(row)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._rows.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._rows.set_state(state)
+
+    def close(self) -> None:
+        self._rows.close()
+        super().close()
