@@ -15,7 +15,6 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.settings import Settings
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -64,7 +63,6 @@ class ShardedDataset(grain.IterDataset):
         self.host: HostBatches = host
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
-        self._passes = Passes()
         self._series = Series()
         self._is_warned = False  # True once the log has a line on a state that cannot be saved
         self._records_per_batch = records_per_batch
@@ -105,8 +103,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        self._passes.begins()
-        iterator = ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
+        iterator = ShardedIterator(self.host, **self._how(self.host))
         if (why := self.host.why_unsaved()) and not self._is_warned:
             self._is_warned = True
             warn_unsaved(why)
@@ -163,11 +160,9 @@ class ShardedDataset(grain.IterDataset):
                 mesh_axes=self.shardings.mesh_axes,
                 remedy='pass read="needed" to .shard_to.',
             )
-        rows = ShardedDataset(
+        return ShardedDataset(
             self.parents[0], self.host, self.settings, self._records_per_batch, to_devices=False
         )
-        rows._passes = self._passes
-        return rows
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the keyword arguments of `ShardedIterator` for batches of this host.
