@@ -148,8 +148,6 @@ def case_pad_value_of_feeds(_):
 
 
 SCHEDULE = {0: 12, 3: 32, 5: 20}
-FOR_ALL_DEVICES = {0: 16, 3: 32, 5: 24}  # read="once" needs batches that all devices divide
-SIZES = {"needed": SCHEDULE, "once": FOR_ALL_DEVICES}
 
 
 def records(num_records):
@@ -157,8 +155,8 @@ def records(num_records):
     return numbers.map(lambda i: {"id": np.int32(i)})
 
 
-def scheduled(sizes=SCHEDULE):
-    return records(130).pipe(BatchSchedule(sizes)).repeat(2)
+def scheduled():
+    return records(130).pipe(BatchSchedule(SCHEDULE)).repeat(2)
 
 
 def mesh_with_models():
@@ -168,11 +166,8 @@ def mesh_with_models():
 
 def case_schedule(_):
     return {
-        (of_mesh.__name__, read): batches_of(
-            scheduled(sizes).shard_to(of_mesh(), P("data"), read=read, timeout_s=60)
-        )
+        of_mesh.__name__: batches_of(scheduled().shard_to(of_mesh(), P("data"), timeout_s=60))
         for of_mesh in (data_mesh, mesh_with_models)
-        for read, sizes in SIZES.items()
     }
 
 
@@ -249,9 +244,7 @@ def test_weights_change_where_another_number_of_hosts_goes_on(runs):
 def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
     assert [len(batch) for batch in alone(scheduled())[:7]] == [12, 12, 12, 32, 32, 20, 10]
     assert each_valid(case("schedule")) == {
-        (mesh, read): alone(scheduled(sizes))
-        for mesh in ("data_mesh", "mesh_with_models")
-        for read, sizes in SIZES.items()
+        mesh: alone(scheduled()) for mesh in ("data_mesh", "mesh_with_models")
     }
 
 

@@ -32,7 +32,6 @@ from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placer
 from grain_shard.iteration.run import Parts, Run
 from grain_shard.reading.contents import with_digest, without_digest
-from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
@@ -74,9 +73,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host: The source of this host's batches.
         placer: Puts the host's batches on the devices.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        reshard: Moves each batch to its final shardings when the batch is handed out. The thread
-            that calls ``next`` runs it, because it contains collectives. None leaves batches as
-            they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
@@ -98,7 +94,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         placer: Placer,
         *,
         device_buffer_size: int,
-        reshard: Resharder | None,
         across: AcrossHosts | None,
         dataset: grain.IterDataset | None = None,
     ):
@@ -106,7 +101,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.dataset = dataset
         self._host, self._is_closed = host, False
         self._meter = Meter(mask_key=host.padding.mask_key)
-        self._parts = Parts(host, placer, self._meter, device_buffer_size, reshard, across)
+        self._parts = Parts(host, placer, self._meter, device_buffer_size, across)
         with counted_by(self._meter):
             self._world = World()
             self._at = self._open(None)
