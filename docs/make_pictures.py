@@ -59,11 +59,10 @@ def rows_by_host(folder, global_batch_size=16):
     panels = [
         ("data=8", ShardingTree.of(Mesh(devices, ("data",)))),
         ("data=4, model=2, both model devices on one host", inside),
-        ('data=4, model=2, the model axis spans hosts; read="needed"', across),
-        ('the same mesh; read="once"', across.spread()),
+        ("data=4, model=2, the model axis spans hosts", across),
     ]
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    for axes, (title, shardings) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    figure = Figure(figsize=(6, 6.4), layout="constrained")
+    for axes, (title, shardings) in zip(figure.subplots(3, 1), panels, strict=True):
         by_host = list(shardings.layouts().values())
         title += f"\nrows read by all hosts: {by_host[0].amplification:g} x those of the batch"
         grid(axes, global_batch_size, len(by_host), title)

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grain_shard"
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
     ["errors", "digest", "spans", "callers", "host_arrays", "grain_inside", "public_names"],
-    ["trees", "collectives", "state_json"],
+    ["trees", "state_json"],
     ["threads", "sharding", "sources"],
     ["reading", "hosts"],
     ["stats"],
@@ -37,7 +37,6 @@ WORDS = {
     "host_arrays": "aligned host memory",
     "public_names": "one list of names",
     "grain_inside": "Grain's private parts",
-    "collectives": "in one order",
     "state_json": "states as plain JSON",
     "trees": "batches as trees",
     "threads": "at work beside the loop",

@@ -1,25 +1,24 @@
-"""Converts states of iterators to plain JSON and back, and takes states back from any storage.
+"""Converts states of iterators to plain JSON and back.
 
 JSON turns tuples into lists. Grain's `ConcatThenSplitIterDataset` compares a part of its state with
 a tuple. If that part has become a list, as in Grain's own checkpoints, the iterator ignores it and
-continues with other rows, without an error. JSON has no bytes and no arrays either, and a storage
-may turn a float into an int. So `sealed` marks what JSON lacks, and adds a digest. With the digest,
-`unsealed` refuses a state that lost something in a storage.
+continues with other rows, without an error. JSON has no bytes and no arrays either. So `sealed`
+marks what JSON lacks, and adds a digest. With the digest, `unsealed` refuses a state that lost
+something in a storage.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
-import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grain
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -31,16 +30,15 @@ UNCHANGED = (
     " changes it, store json.dumps(state) as text."
 )
 # Marks of values that JSON lacks. A dict whose only key is a mark has the value, as JSON.
-_TUPLE, _BYTES, _FLOAT, _ARRAY, _TENSOR, _PAIRS = (
-    *("__tuple__", "__bytes__", "__float__", "__array__"),
+_TUPLE, _BYTES, _ARRAY, _TENSOR, _PAIRS = (
+    *("__tuple__", "__bytes__", "__array__"),
     "__tensor__",  # of PyTorch, as in the state of its generators
-    "__pairs__",  # a dict with a key that is no text, or that is a mark
+    "__pairs__",  # a dict with a key that is not text, or that is a mark
 )
-_MARKS = {_TUPLE, _BYTES, _FLOAT, _ARRAY, _TENSOR, _PAIRS}
+_MARKS = {_TUPLE, _BYTES, _ARRAY, _TENSOR, _PAIRS}
 _CHECK = "check"  # the key of the digest that `sealed` adds
-# Limits, so that any state is taken or refused within a second.
 _MOST_LEVELS = 100  # of dicts and lists inside each other
-_MOST_VALUES = 2**19
+_MOST_NAMED = 8  # most levels that a message names
 _MOST_BITS = 5_000  # of an int; Python writes and reads at most 4,300 digits
 
 _Path = tuple[Any, ...]  # the keys that lead to a value in a state
@@ -73,11 +71,10 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         {'next': 3, 'slice': {'__tuple__': [0, 7]}, 'check': '6708f9fa'}
 
     Raises:
-        StateError: The state has a value that is no text, number, bytes, array, tensor, tuple, list
-            or dict; or an iterator has no state, so there is a `NoState` in its place.
+        StateError: The state has a value that is not text, a number, bytes, an array, a tensor, a
+            tuple, a list or a dict; or an iterator has no state, and has a `NoState` in its place.
     """
-    count = itertools.count()
-    plain = {key: _to_json(value, (key,), count) for key, value in state.items()}
+    plain = {key: _to_json(value, (key,)) for key, value in state.items()}
     return {**plain, _CHECK: _digest(plain)}
 
 
@@ -100,23 +97,21 @@ def unsealed(saved: Any, name: str) -> dict[str, Any]:
 
 
 def from_storage(state: Any) -> dict[str, Any]:
-    """Returns a state as ``get_state`` returned it, whatever types a storage has given its values.
+    """Returns a state as ``get_state`` returned it, from a storage that keeps ints as arrays.
 
-    Storages such as Orbax, NumPy's and HDF5's files give back arrays without axes and NumPy's
-    scalars in place of numbers and text, floats in place of ints, tuples in place of lists, and
-    other mappings in place of dicts.
+    Storages such as NumPy's files give back an array without axes in place of an int.
 
     Example:
-        >>> from_storage({"kind": np.str_("feeds"), "step": np.array(3.0)})
+        >>> from_storage({"kind": "feeds", "step": np.array(3)})
         {'kind': 'feeds', 'step': 3}
 
     Raises:
-        StateError: The state is no mapping, or has a value that no state has, such as an array
-            with axes. The message names the path of the value and its type.
+        StateError: The state is not a dict, or has a value that is not JSON. The message names the
+            path of the value and its type.
     """
-    plain = _from_storage(state, (), itertools.count())
+    plain = _from_storage(state, ())
     if not isinstance(plain, dict):
-        raise _foreign((), f"is of type {describe_leaf(state)}, not a dict")
+        raise _foreign((), state)
     return plain
 
 
@@ -164,39 +159,41 @@ def _digest(plain: Any) -> str:
     return digest(json.dumps(plain, sort_keys=True))
 
 
-def _too_many(path: _Path, count: Iterator[int]) -> str:
-    """Counts a value; returns the limit that it exceeds, or ""."""
-    if len(path) > _MOST_LEVELS:
-        return f"has more than {_MOST_LEVELS} levels of dicts and lists, from {_named(path[:1])} on"
-    return f"has more than {_MOST_VALUES:,} values" if next(count) > _MOST_VALUES else ""
+def _is_json(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= _MOST_BITS
+    return value is None or isinstance(value, str | float)
 
 
-def _to_json(value: Any, path: _Path, count: Iterator[int]) -> Any:
+def _to_json(value: Any, path: _Path) -> Any:
     if isinstance(value, NoState):
         value.refuse()
-    if too_many := _too_many(path, count):
-        raise _unsaved((), too_many)
+    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        with contextlib.suppress(TypeError, RuntimeError):  # bfloat16; on a GPU, or in a graph
+            return {_TENSOR: _of_array(value.numpy())}
     if isinstance(value, np.generic | np.ndarray) and not value.shape:
         value = value.item()
-    if isinstance(value, Mapping):
-        if all(type(key) is str and key not in _MARKS for key in value):
-            return {key: _to_json(item, (*path, key), count) for key, item in value.items()}
-        return {_PAIRS: [_to_json(list(item), (*path, item[0]), count) for item in value.items()]}
-    if isinstance(value, list | tuple):
-        items = [_to_json(item, (*path, index), count) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {_TUPLE: items}
+    if len(path) < _MOST_LEVELS:
+        if isinstance(value, Mapping):
+            if all(type(key) is str and key not in _MARKS for key in value):
+                return {key: _to_json(item, (*path, key)) for key, item in value.items()}
+            return {_PAIRS: [_to_json(list(item), (*path, item[0])) for item in value.items()]}
+        if isinstance(value, list | tuple):
+            items = [_to_json(item, (*path, index)) for index, item in enumerate(value)]
+            return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, float):
-        return {_FLOAT: value.hex()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
         return {_ARRAY: _of_array(value)}
-    if (array := _of_tensor(value)) is not None:
-        return {_TENSOR: _of_array(array)}
-    is_int = isinstance(value, int) and value.bit_length() <= _MOST_BITS
-    if value is None or is_int or isinstance(value, str):
+    if _is_json(value):
         return value
-    raise _unsaved(path, f"is of type {describe_leaf(value)}")
+    raise StateError(
+        f"the state of the iterator cannot be saved: {_described(path, value)}.\n"
+        "  remedy: let get_state() of the iterator return text, numbers, bytes, NumPy arrays,"
+        f" tensors of PyTorch on the CPU, None, and at most {_MOST_LEVELS} levels of tuples, lists"
+        " and dicts of them."
+    )
 
 
 def _of_array(array: np.ndarray) -> list[Any]:
@@ -206,17 +203,6 @@ def _of_array(array: np.ndarray) -> list[Any]:
 def _to_array(content: list[Any]) -> np.ndarray:
     dtype, shape, values = content
     return np.frombuffer(base64.b64decode(values), dtype).reshape(shape).copy()
-
-
-def _of_tensor(value: Any) -> np.ndarray | None:
-    """Returns the values of a tensor of PyTorch, if NumPy has its dtype and the CPU has it."""
-    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
-    if torch is None or not isinstance(value, torch.Tensor):
-        return None
-    try:
-        return value.numpy()
-    except (TypeError, RuntimeError):  # bfloat16; on a GPU, or a part of a graph
-        return None
 
 
 def _from_json(saved: Any) -> Any:
@@ -231,8 +217,6 @@ def _from_json(saved: Any) -> Any:
         return tuple(map(_from_json, content))
     if mark == _BYTES:
         return base64.b64decode(content)
-    if mark == _FLOAT:
-        return float.fromhex(content)
     if mark == _ARRAY:
         return _to_array(content)
     if mark == _TENSOR:
@@ -242,65 +226,25 @@ def _from_json(saved: Any) -> Any:
     return {key: _from_json(item) for key, item in saved.items()}
 
 
-def _from_storage(value: Any, path: _Path, count: Iterator[int]) -> Any:
-    if too_many := _too_many(path, count):
-        raise _foreign((), too_many)
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise _foreign(path, "has keys that are no text")
-        return {
-            str.__str__(key): _from_storage(item, (*path, key), count)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_from_storage(item, (*path, index), count) for index, item in enumerate(value)]
-    if value is None or isinstance(value, bool):
+def _from_storage(value: Any, path: _Path) -> Any:
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("b", "i", "u") and value.shape == ():
+        value = value.item()
+    if len(path) < _MOST_LEVELS:
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: _from_storage(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [_from_storage(item, (*path, index)) for index, item in enumerate(value)]
+    if _is_json(value):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)  # of a subclass, such as NumPy's, the text alone
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise _foreign(path, "is bytes that are no text") from error
-    if isinstance(value, int):
-        if value.bit_length() > _MOST_BITS:
-            raise _foreign(path, f"is an int of {value.bit_length():,} bits")
-        return int(value)
-    if isinstance(value, float) or getattr(value, "shape", None) == ():
-        return _from_storage(_item(value, path), path, count)
-    raise _foreign(path, f"is of type {describe_leaf(value)}")
+    raise _foreign(path, value)
 
 
-def _item(scalar: Any, path: _Path) -> Any:
-    """Returns the value of a scalar of any library; of a float, the int that it was."""
-    try:
-        array = np.asarray(scalar)
-        item = array.item()
-    except (TypeError, ValueError, RuntimeError) as error:  # a key of JAX, or a deleted array
-        raise _foreign(path, f"is of type {describe_leaf(scalar)}, and has no value") from error
-    if not jnp.issubdtype(array.dtype, np.floating):
-        if hasattr(item, "shape"):  # an array inside an array, perhaps inside itself
-            raise _foreign(path, f"is of type {describe_leaf(scalar)}")
-        return item
-    # A float with more digits than its dtype has may be another int, rounded.
-    exact = 2 ** (jnp.finfo(array.dtype).nmant + 1)
-    if item == item // 1 and abs(item) < exact:
-        return int(item)
-    raise _foreign(path, f"is {item!r} of {array.dtype}, and no exact whole number")
+def _described(path: _Path, value: Any) -> str:
+    named = "".join(f"[{shortened(key)}]" for key in path[:_MOST_NAMED])
+    return f"state{named}{'...' * (len(path) > _MOST_NAMED)} is of type {describe_leaf(value)}"
 
 
-def _named(path: _Path) -> str:
-    return "state" + "".join(f"[{shortened(key)}]" for key in path)
-
-
-def _foreign(path: _Path, problem: str) -> StateError:
-    return StateError(f"get_state() returned no such state: {_named(path)} {problem}.\n{UNCHANGED}")
-
-
-def _unsaved(path: _Path, problem: str) -> StateError:
-    return StateError(
-        f"the state of the iterator cannot be saved: {_named(path)} {problem}.\n"
-        "  remedy: let get_state() of the iterator return text, numbers, bytes, NumPy arrays,"
-        " tensors of PyTorch on the CPU, None, and tuples, lists and dicts of them."
-    )
+def _foreign(path: _Path, value: Any) -> StateError:
+    problem = f"get_state() returned no such state: {_described(path, value)}"
+    return StateError(f"{problem}, which is not JSON.\n{UNCHANGED}")

@@ -251,10 +251,10 @@ def rows_read(rows_by_host, global_batch_size):
     """The rows of a batch that each host reads, a panel for each mesh."""
     cases = list(rows_by_host[0])
     figure, axes = plt.subplots(
-        2, 2, figsize=(11, 4.8), sharex=True, sharey=True, layout="constrained"
+        len(cases), 1, figsize=(8, 6), sharex=True, sharey=True, layout="constrained"
     )
-    figure.get_layout_engine().set(wspace=0.06, hspace=0.1)
-    for axis, name in zip(axes.flat, cases, strict=True):
+    figure.get_layout_engine().set(hspace=0.1)
+    for axis, name in zip(axes, cases, strict=True):
         for host, rows in enumerate(rows_by_host):
             fields = [(row, 1) for row in rows[name]]
             axis.broken_barh(fields, (host - 0.4, 0.8), color=fill(host), edgecolor="white", lw=0.5)
@@ -265,9 +265,8 @@ def rows_read(rows_by_host, global_batch_size):
         axis.set_yticks(range(len(rows_by_host)), [f"host {h}" for h in range(len(rows_by_host))])
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    axes[0, 0].invert_yaxis()  # which all of them share
-    for axis in axes[1]:
-        axis.set_xlabel("row of the batch")
+    axes[0].invert_yaxis()  # which all of them share
+    axes[-1].set_xlabel("row of the batch")
 
 
 def relay(straight, parts):

@@ -1,16 +1,13 @@
 """What stands between `.batch` and `.shard_to`, and what a batch looks like in the end."""
 
-import dataclasses
 import functools
 
 import grain
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from grain_shard import PadToDivisible, ShardingError, ShardingTree
-from tests.conftest import data_mesh, ids, numbered
+from grain_shard import PadToDivisible, ShardingError
+from tests.conftest import data_mesh
 
 # Grain's padding of the last batch.
 
@@ -55,70 +52,3 @@ def test_it_may_make_records_of_what_is_batched_again():
     groups = grain.MapDataset.range(10).map(lambda i: {"x": i + 1}).batch(3, batch_fn=group)
     (batch,) = groups.batch(4).shard_to(data_mesh(2))
     assert batch["x"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 0]]
-
-
-# How a batch looks.
-
-
-@pytest.mark.parametrize("remainder", ["pad", "drop", "error"])
-def test_once_is_refused_where_it_would_take_more_padding(remainder):
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with pytest.raises(ShardingError) as refusal:
-        numbered(24, 12).shard_to(mesh, read="once", remainder=remainder)
-    assert str(refusal.value) == (
-        'read="once" splits each batch over all devices, but 12 rows do not split into 8 shards.\n'
-        "  mesh:   data=4, model=2\n"
-        '  remedy: use a batch size of 16, or pass read="auto", which uses "once" only if the batch'
-        " size allows it."
-    )
-    ds = numbered(32, 16).shard_to(mesh, read="once", remainder=remainder)
-    assert ids(ds) == [list(range(16)), list(range(16, 32))]
-
-
-def test_a_single_device_has_nothing_to_read_once_for():
-    assert ids(numbered(8, 4).shard_to(jax.devices()[0], read="once")) == [
-        [*range(4)],
-        [4, 5, 6, 7],
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a mesh and a layout look at, of a device of some slice."""
-
-    id: int
-    platform: str
-    slice_index: int
-    device_kind: str = "some chip"
-
-    @property
-    def process_index(self):
-        return self.id // 2
-
-
-@pytest.mark.parametrize(
-    ("platform", "slices", "auto"),
-    [
-        ("tpu", [0] * 8, "once"),
-        ("tpu", [3] * 8, "once"),
-        ("tpu", [0] * 4 + [1] * 4, "needed"),
-        ("tpu", [0, 1] * 4, "needed"),
-        ("gpu", [0, 0, 1, 1, 2, 2, 3, 3], "once"),  # a GPU's slice is of NVLink
-    ],
-)
-def test_rows_are_read_once_in_a_single_slice_only(platform, slices, auto):
-    devices = [Device(i, platform, slice_index) for i, slice_index in enumerate(slices)]
-    mesh = Mesh(np.array(devices).reshape(2, 4), ("model", "data"))
-    assert ShardingTree.of(mesh).way_to_read("auto", 16) == auto
-    if auto == "once":
-        numbered(32, 16).shard_to(mesh, read="once")
-        return
-    with pytest.raises(ShardingError) as refusal:
-        numbered(32, 16).shard_to(mesh, read="once")
-    assert str(refusal.value) == (
-        'read="once" moves rows between all devices in each step, but the mesh spans several TPU'
-        " slices, and the network between slices is slow.\n"
-        "  mesh:   model=2, data=4\n"
-        '  remedy: pass read="auto" or read="needed". To read fewer rows, shard the batch over each'
-        " axis that spans slices: name the axis in the first entry of the spec."
-    )

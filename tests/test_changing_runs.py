@@ -19,7 +19,6 @@ from grain_shard import (
     BatchSchedule,
     PadToDivisible,
     ShardBatch,
-    ShardedIterator,
     ShardingError,
     StateError,
 )
@@ -32,7 +31,7 @@ from tests.conftest import (
     refused,
     to_numpy,
 )
-from tests.pipelines import after, flat, going_on, shared_out, with_states
+from tests.pipelines import after, flat, going_on, shared_out
 
 
 def records(num_records=58):
@@ -562,71 +561,6 @@ class TestEpochs:
     def test_misuse_is_refused(self, build, message):
         with jax.set_mesh(data_mesh(4)), refused(message):
             build()
-
-
-def sought(ds):
-    with iter(ds) as iterator:
-        iterator.seek(0)
-        next(iterator)
-
-
-def host_rows_in_pairs(ds):
-    return ds.host_rows().map(lambda batch: (batch["id"], batch))
-
-
-class TestAnotherIteratorThatBeginsAnew:
-    @pytest.mark.parametrize("other", [lambda ds: ds, host_rows_in_pairs])
-    @pytest.mark.parametrize("is_kept", [True, False])
-    @pytest.mark.parametrize("go", [ShardedIterator.set_state, lambda it, _: it.seek(1)])
-    def test_it_warns_if_one_that_was_restored_is_not_used(self, go, is_kept, other):
-        ds = sharded(8)
-        (_, state), *_ = with_states(ds)
-        restored = iter(ds)
-        go(restored, state)
-        if not is_kept:
-            del restored
-        with pytest.warns(UserWarning, match="loop over the iterator that was restored") as warned:
-            for _ in other(ds):
-                pass
-        assert (len(warned), warned[0].filename) == (1, __file__)
-        list(ds)  # once is enough
-
-    def test_other_uses_of_a_restored_one_do_not_warn(self):
-        ds = sharded(8)
-        (_, state), *_ = with_states(ds)
-        for stop in (1, None):
-            batches = iter(ds)
-            batches.set_state(state)
-            if stop == 1:
-                next(iter(ds))  # a look at a batch
-            list(itertools.islice(batches, stop))
-        batches.set_state(state)
-        batches.reset()
-        list(ds)
-
-    @pytest.mark.parametrize("build", [sharded, in_feeds], ids=["random access", "feeds"])
-    def test_it_warns_if_two_gave_one_batch_each(self, build):
-        ds = build(8)
-        next(iter(ds)), next(iter(ds))
-        with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before the loop") as warned:
-            next(iter(ds))
-        assert warned[0].filename == __file__
-
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda ds: next(iter(ds.epochs(1))),
-            lambda ds: ids(ds),
-            lambda ds: ids(itertools.islice(ds, 2)),
-            sought,
-        ],
-        ids=["epochs", "to the end", "two batches", "seek"],
-    )
-    @pytest.mark.parametrize("num_records", [8, 20], ids=["one batch", "three batches"])
-    def test_other_uses_do_not_warn(self, use, num_records):
-        ds = sharded(8, num_records)
-        for _ in range(4):
-            use(ds)
 
 
 @st.composite

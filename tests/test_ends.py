@@ -4,22 +4,17 @@ On hosts that are processes, with hosts that fail, stall or leave: test_hosts_st
 """
 
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import grain
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import AgreementError, ShardingError
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.padding import Padding
-from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.threads.background import in_background
 from grain_shard.threads.tasks import Items
@@ -125,21 +120,6 @@ def test_an_error_of_a_comparison_comes_in_place_of_the_end():
     with pytest.raises(ShardingError, match="another value"):
         next(batches)
     batches.close()
-
-
-def test_the_last_exchange_is_waited_for_where_the_data_end(monkeypatch):
-    waited = []
-    wait = Resharder.wait
-    monkeypatch.setattr(Resharder, "wait", lambda self: (waited.append(last()), wait(self)))
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    ds = grain.MapDataset.range(16).map(lambda i: {"x": np.float32(i)}).batch(8)
-    iterator = iter(ds.shard_to(mesh, P("data"), read="once"))
-    assert next(iterator)["x"].shape == (8,)
-    last = weakref.ref(next(iterator)["valid_mask"])  # the leaf that is here first
-    assert waited == []
-    assert next(iterator, None) is None
-    assert len(waited) == 1
-    assert isinstance(waited[0], jax.Array), "kept until it is here"
 
 
 def test_a_scalar_stays_what_it_is_in_padding():

@@ -141,26 +141,6 @@ def test_batches_are_those_of_threads(ds, executor, mesh):
     assert_same_batches(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
 
 
-class OfBytes(concurrent.futures.ThreadPoolExecutor):
-    """Has threads of this process, and sends them each task as bytes."""
-
-    def submit(self, fn, *args):
-        return super().submit(lambda task: fn(*pickle.loads(task)), pickle.dumps(args))
-
-
-@pytest.mark.parametrize("kind", [concurrent.futures.ThreadPoolExecutor, OfBytes])
-def test_in_this_process_the_functions_are_those_of_the_loop(kind, mesh):
-    class Scale:  # cloudpickle would send a copy of it
-        factor = 1
-
-    ds = NUMBERS.map(lambda i: {"x": i * Scale.factor})[:96].batch(16)
-    with kind(1) as executor, iter(ds.shard_to(mesh, executor=executor)) as batches:
-        Scale.factor = 3
-        rows = [row for batch in batches for row in batch["x"].tolist()]
-    assert rows == [3 * i for i in range(96)]
-    assert Scale.factor == 3
-
-
 def test_buffers_of_any_size(executor, mesh):
     buffers = {"cpu_buffer_size": 7, "device_buffer_size": 1}
     found = BATCHES.shard_to(mesh, executor=executor, **buffers)

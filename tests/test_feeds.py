@@ -488,12 +488,6 @@ REFUSED = {
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
         'use a batch size of 12, or pass remainder="pad"',
     ),
-    "shards of once": (
-        lambda: (
-            numbers([9] * 6).batch(6).shard_to(jax.make_mesh((2, 4), ("data", "x")), read="once")
-        ),
-        'use a batch size of 24, or pass read="auto"',
-    ),
     "no dataset": (
         lambda: grain_shard.feeds(lambda feed: [feed], num_feeds=4).batch(8).shard_to(data_mesh(4)),
         "make_feed returned a list",

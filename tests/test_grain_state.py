@@ -72,7 +72,6 @@ def test_the_records_of_all_processes_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"next_index": 3.0}, r"batches\.seek\(3\)"),
         ({"next_index": "3"}, "the state is not the state of a random-access pipeline"),
         ({"next_index": 1 << 4000, "processes": "4"}, r"batches\.seek\("),
         ({"iterators_in_use_states": 5}, "the state is not the state of a random-access pipeline"),

@@ -70,12 +70,3 @@ def test_the_last_stage_alone_keeps_the_rows_of_this_host():
     for ds, rows in ((batches, None), (streamed, "global"), (batches, "local")):
         host = ds.pipe(DevicePut(target, rows=rows)).host
         assert host.first()["id"].tolist() == list(range(8 if rows == "local" else 4))
-
-
-def test_rows_that_the_devices_would_move_are_refused():
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    ds = grain.MapDataset.range(8).map(lambda i: {"id": i}).batch(8)
-    with pytest.raises(ShardingError) as refusal:
-        ds.shard_to(mesh, read="once").host_rows()
-    assert refusal.value.remedy == 'pass read="needed" to .shard_to.'
-    assert ids(ds.shard_to(mesh, read="needed").host_rows()) == [[*range(8)]]

@@ -118,9 +118,9 @@ def stream(ds):
     return ds.to_iter_dataset().batch(8)
 
 
-def on_two_axes(sizes, spec=None, read="needed"):
+def on_two_axes(sizes, spec=None):
     mesh = mesh_of(jax.devices(), sizes, ("data", "model"))
-    return shard(numbered().batch(8), mesh, spec, read=read)
+    return shard(numbered().batch(8), mesh, spec)
 
 
 def with_more(odd):
@@ -145,7 +145,6 @@ DIFFERENCES = {
         stream(numbered()), rows="global", remainder="drop" if odd else "pad"
     ),
     "pad_value": lambda odd, _: of_records(numbered(), pad_value=-1 if odd else 0),
-    "read": lambda odd, _: on_two_axes((2, 4), P("model"), read="once" if odd else "needed"),
     "rows": lambda odd, _: shard(stream(numbered()), rows="local" if odd else "global"),
     'first batch of rows="global"': lambda odd, _: shard(stream(shuffled(odd)), rows="global"),
     "next batch": lambda odd, _: at_step(of_records(numbered()), int(odd)),
@@ -174,7 +173,6 @@ SAID = {
     "remainder": ('"pad"', '"drop"'),
     "remainder: of a stream": ('"pad"', '"drop"'),
     "pad_value": ('"0"', '"-1"'),
-    "read": ('"needed"', '"once"'),
     "rows": ('"global"', '"local"'),
     "next batch": ("0", "1"),
     "batch['extra']": ("nothing", None),

@@ -150,8 +150,6 @@ def case_pad_value_of_feeds(_):
 
 
 SCHEDULE = {0: 12, 3: 32, 5: 20}
-FOR_ALL_DEVICES = {0: 16, 3: 32, 5: 24}  # read="once" needs batches that all devices divide
-SIZES = {"needed": SCHEDULE, "once": FOR_ALL_DEVICES}
 
 
 def records(num_records):
@@ -159,8 +157,8 @@ def records(num_records):
     return numbers.map(lambda i: {"id": np.int32(i)})
 
 
-def scheduled(sizes=SCHEDULE):
-    return records(130).pipe(BatchSchedule(sizes)).repeat(2)
+def scheduled():
+    return records(130).pipe(BatchSchedule(SCHEDULE)).repeat(2)
 
 
 def mesh_with_models():
@@ -170,11 +168,8 @@ def mesh_with_models():
 
 def case_schedule(_):
     return {
-        (of_mesh.__name__, read): batches_of(
-            scheduled(sizes).shard_to(of_mesh(), P("data"), read=read, timeout_s=60)
-        )
+        of_mesh.__name__: batches_of(scheduled().shard_to(of_mesh(), P("data"), timeout_s=60))
         for of_mesh in (data_mesh, mesh_with_models)
-        for read, sizes in SIZES.items()
     }
 
 
@@ -290,9 +285,7 @@ def test_a_part_of_a_split_holds_no_record_of_another_part_in_any_epoch(runs):
 def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
     assert [len(batch) for batch in alone(scheduled())[:7]] == [12, 12, 12, 32, 32, 20, 10]
     assert each_valid(case("schedule")) == {
-        (mesh, read): alone(scheduled(sizes))
-        for mesh in ("data_mesh", "mesh_with_models")
-        for read, sizes in SIZES.items()
+        mesh: alone(scheduled()) for mesh in ("data_mesh", "mesh_with_models")
     }
 
 

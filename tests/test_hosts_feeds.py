@@ -39,8 +39,7 @@ MESHES = {
     "data": DATA,
     "half a feed a shard": {**DATA, "num_feeds": 4},
     "data, model": MODEL,
-    "model over hosts, read on each": {**MODEL, "second_axis_over_hosts": True, "read": "needed"},
-    "model over hosts, read once": {**MODEL, "second_axis_over_hosts": True, "read": "once"},
+    "model over hosts": {**MODEL, "second_axis_over_hosts": True},
     "data, seq": SEQ,
     "seq over hosts": {**SEQ, "second_axis_over_hosts": True},
 }

@@ -78,13 +78,9 @@ class Case:
     num_records: int = 22
     batched: Callable[[grain.MapDataset], Any] = lambda ds: ds.batch(8)
     rows: int = 8  # of a padded batch
-    options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"read": "needed"})
-    # How the records reach the hosts that should hold them, on 1, 2 and 4 hosts.
-    reads: tuple[str, str, str] = ("needed", "needed", "needed")
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reads_whole: bool = False  # whole batches, because rows cannot be read alone
 
-
-ONCE = {"options": {"read": "once"}, "reads": ("once", "once", "once")}
-AUTO = {"options": {"read": "auto"}}
 
 CASES = {
     "1-D": Case(),
@@ -107,7 +103,7 @@ CASES = {
     "leaves cut by different axes": Case(SEQ, {**ACROSS, "noise": P("data")}),
     "a replicated leaf": Case(SEQ, ACROSS),
     "B not divisible by the shards": Case(
-        batched=lambda ds: ds.batch(6), options={"read": "needed", "num_threads": 4}
+        batched=lambda ds: ds.batch(6), options={"num_threads": 4}
     ),
     "N < B": Case(num_records=5, batched=lambda ds: ds.batch(16), rows=16),
     "22 records, B=4, 4 shards": Case(
@@ -115,7 +111,7 @@ CASES = {
     ),
     "shuffle, repeat": Case(batched=lambda ds: ds.shuffle(seed=7).repeat(2).batch(8)),
     "batch, repeat": Case(permuted, batched=lambda ds: ds.shuffle(seed=7).batch(8).repeat(2)),
-    "drop": Case(options={"read": "needed", "remainder": "drop"}),
+    "drop": Case(options={"remainder": "drop"}),
     "to_iter_dataset()": Case(batched=lambda ds: ds.batch(8).to_iter_dataset()),
     "to_iter_dataset(options)": Case(
         MODEL_OVER_HOSTS,
@@ -123,26 +119,9 @@ CASES = {
     ),
     "a map after batch": Case(
         batched=lambda ds: ds.batch(8).map(lambda batch: {**batch, "tokens": 2 * batch["tokens"]}),
-        reads=("whole", "whole", "whole"),
-    ),
-    "once: B not divisible by the devices": Case(
-        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), **ONCE
-    ),
-    "once: N < B": Case(
-        MODEL_OVER_HOSTS, num_records=5, batched=lambda ds: ds.batch(16), rows=16, **ONCE
-    ),
-    "auto: 1-D": Case(permuted, **AUTO),
-    "auto: (model, data)": Case(MODEL_OVER_HOSTS, reads=("needed", "once", "once"), **AUTO),
-    "auto: sequence axis": Case(SEQ, P("data", "seq"), reads=("needed", "needed", "once"), **AUTO),
-    "auto: fewer rows than devices": Case(
-        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, **AUTO
+        reads_whole=True,
     ),
 }
-ALSO_ONCE = ["1-D", "permuted", "(model, data)", "sequence axis", "replicated", "Explicit axes"]
-ALSO_ONCE += ["a spec for each leaf", "a replicated leaf"]
-CASES |= {f"once: {name}": dataclasses.replace(CASES[name], **ONCE) for name in ALSO_ONCE}
-
-
 # On the hosts.
 
 
@@ -173,7 +152,7 @@ def run_case(case, devices):
         "names": names,
         "states": states,
         "read": read,
-        "host_rows": None if sharded.settings.final_shardings else list(sharded.host_rows()),
+        "host_rows": list(sharded.host_rows()),
         "length": len(sharded),
     }
 
@@ -250,19 +229,14 @@ def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(runs, name):
 
 
 @every_case
-def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
+def test_a_host_reads_what_its_devices_hold(runs, name):
     case = CASES[name]
     ids = expected_ids(case)
-    for hosts, results in of_each_host_count(runs, name):
-        reads = [Counter(result["read"]) for result in results]
-        mode = case.reads[HOSTS.index(hosts)]
-        if mode == "once":
-            assert_read_once(case, ids, reads)
-            continue
-        for result, of_host in zip(results, reads, strict=True):
-            needed, some_batch_is_padding = Counter(), False
+    for _, results in of_each_host_count(runs, name):
+        for result in results:
+            of_host, needed, some_batch_is_padding = Counter(result["read"]), Counter(), False
             for batch, of_batch in zip(result["batches"], ids, strict=True):
-                rows = np.arange(case.rows) if mode == "whole" else held_rows(batch, case.rows)
+                rows = np.arange(case.rows) if case.reads_whole else held_rows(batch, case.rows)
                 held = [of_batch[row] for row in rows if row < len(of_batch)]
                 needed.update(held)
                 some_batch_is_padding |= not held
@@ -270,22 +244,6 @@ def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
             for_the_structure = of_host - needed
             assert for_the_structure in (Counter(), Counter([ids[0][0]]))
             assert some_batch_is_padding or not for_the_structure
-
-
-def assert_read_once(case, ids, reads):
-    """Each record on one host, and the same number on each in a full batch.
-
-    A host that has a batch of padding alone may have looked at the first record as well.
-    """
-    hosts, first = len(reads), ids[0][0]
-    for record, count in sum(reads, Counter()).items():
-        assert count == 1 or (record == first and count <= hosts), f"record {record}: {count}"
-    assert set(sum(reads, Counter())) == set(itertools.chain(*ids))
-    for of_host in reads:
-        for batch in ids:
-            if len(batch) == case.rows:
-                share = sum(of_host[record] for record in batch)
-                assert share - case.rows // hosts in (0, int(first in batch))
 
 
 # The other cases have their records in another order, or batches that are not those of `.batch`.
@@ -304,7 +262,7 @@ def test_hosts_read_what_the_plan_says(runs, name):
     case = CASES[name]
     (first, *_), sizes = expected_ids(case), {"num_records": case.num_records}
     sizes["global_batch_size"] = len(first) if case.num_records > len(first) else case.rows
-    options = {key: case.options[key] for key in case.options.keys() & {"read", "remainder"}}
+    options = {key: case.options[key] for key in case.options.keys() & {"remainder"}}
     for hosts, results in of_each_host_count(runs, name):
         stand_ins = hosts_mesh({"all": 8}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts)
         plan = grain_shard.plan(case.mesh(stand_ins.devices), case.spec, **sizes, **options)
@@ -339,8 +297,6 @@ def test_host_rows_are_the_rows_of_the_devices_of_the_host_as_numpy_arrays(runs,
     expected = expected_batches(CASES[name])
     for _, results in of_each_host_count(runs, name):
         for result in results:
-            if result["host_rows"] is None:  # the devices move the rows, with read="once"
-                continue
             for k, (found, batch) in enumerate(zip(result["host_rows"], expected, strict=True)):
                 rows = held_rows(result["batches"][k], CASES[name].rows)
                 for leaf, array in found.items():
@@ -354,11 +310,8 @@ def test_host_rows_are_the_rows_of_the_devices_of_the_host_as_numpy_arrays(runs,
 def test_text_stays_on_the_host_as_the_rows_that_it_read(runs, name):
     case = CASES[name]
     expected = expected_batches(case)
-    for hosts, results in of_each_host_count(runs, name):
+    for _, results in of_each_host_count(runs, name):
         for k, batch in enumerate(expected):
             names = [result["names"][k] for result in results]
-            if case.reads[HOSTS.index(hosts)] == "once":
-                assert sorted(itertools.chain(*names)) == sorted(batch["name"].tolist())
-                continue
             held = [held_rows(result["batches"][k], case.rows) for result in results]
             assert names == [batch["name"][rows].tolist() for rows in held]

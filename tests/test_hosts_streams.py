@@ -298,7 +298,7 @@ def a_feed_depends_on_its_host(host):
     def make_feed(feed):
         return numbers(feed).map(lambda row: {"id": row["id"] + np.int32(host)})
 
-    return feeds(make_feed, model_over_hosts(), read="needed")
+    return feeds(make_feed, model_over_hosts())
 
 
 EACH_HOSTS_OWN = [

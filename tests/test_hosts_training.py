@@ -69,13 +69,12 @@ def train(sharded, mesh):
 
 
 def train_epochs():
-    """Five epochs of data-parallel training, and one for each way to read under a model axis."""
+    """Five epochs of data-parallel training, and one under a model axis."""
     ds = records(NUM_RECORDS).batch(GLOBAL_BATCH_SIZE)
     mesh = data_mesh()
     epochs = [train(ds.shard_to(mesh, timeout_s=60), mesh) for _ in range(5)]
     mesh = model_over_hosts()
-    for read in ("once", "needed"):
-        epochs.append(train(ds.shard_to(mesh, read=read, timeout_s=60), mesh))
+    epochs.append(train(ds.shard_to(mesh, timeout_s=60), mesh))
     mesh = data_mesh()
     shards = grain_shard.ShardByMesh(mesh)
     own = records(NUM_RECORDS)[part_of(shards)].to_iter_dataset()
@@ -159,12 +158,9 @@ def of_kind(kind, mesh, num_records=2000):
 
     if kind == "feeds":
         return grain_shard.feeds(numbers, num_feeds=8).batch(32).shard_to(mesh)
-    if kind == "stream":
-        shards = grain_shard.ShardByMesh(mesh)
-        own = numbers(shards).batch(32 // shards.shard_count)
-        return own.shard_to(mesh, rows="local")
-    records = grain.MapDataset.range(num_records).map(lambda i: {"x": np.full(128, i, np.float32)})
-    return records.batch(32).shard_to(mesh, P(), read="once")  # every device gets all rows
+    shards = grain_shard.ShardByMesh(mesh)
+    own = numbers(shards).batch(32 // shards.shard_count)
+    return own.shard_to(mesh, rows="local")
 
 
 def train_without_waiting_on_host_1(kind):
@@ -187,28 +183,8 @@ def train_without_waiting_on_host_1(kind):
     return [float(loss) for loss in losses]
 
 
-COLLECTIVES, NO_COLLECTIVES = ["once"], ["feeds", "stream"]
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES + NO_COLLECTIVES)
+@pytest.mark.parametrize("kind", ["feeds", "stream"])
 def test_hosts_with_one_cpu_each_need_not_wait_for_their_steps(kind):
     first, second = rehearse.run(train_without_waiting_on_host_1, kind, hosts=2)
     assert len(first) > 40
     assert first == second
-
-
-def iterate_where_cpus_keep_no_order(kind):
-    jax.config.update("jax_cpu_enable_async_dispatch", True)  # as it is without rehearse
-    try:
-        iter(of_kind(kind, data_mesh()))
-    except grain_shard.ShardingError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES + NO_COLLECTIVES)
-def test_where_nothing_keeps_their_order_only_collectives_are_refused_on_every_host(kind):
-    texts = rehearse.run(iterate_where_cpus_keep_no_order, kind, hosts=2)
-    if kind in NO_COLLECTIVES:
-        assert texts == [None] * 2
-    else:
-        assert all("run their collectives in different orders" in text for text in texts)

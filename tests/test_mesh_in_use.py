@@ -108,7 +108,6 @@ PLACING = {
         name: lambda tree, make=make: make(lambda i: {"x": i}).shard_to(small_mesh(), P("data"))
         for name, make in KINDS.items()
     },
-    "read once": lambda tree: numbered(20, 8).shard_to(small_mesh(), P("data"), read="once"),
     "prefetch": lambda tree: grain_shard.prefetch_to_device([tree, tree]),
     "one device": lambda tree: placed("place_on_device")(tree, jax.devices()[7]),
     "a sharding": lambda tree: placed("distribute_batch")(tree, NamedSharding(small_mesh(), P())),

@@ -62,17 +62,13 @@ def rows_of(host):
 
 
 def assert_exact(plan, mesh, spec):
-    """The rows of the hosts are those of their devices; read once, each row is on one host."""
+    """The rows of the hosts are those of their devices."""
     assert plan.num_devices == mesh.size
     size = plan.reads.padded_batch_size
     held = rows_of_devices(mesh, spec, size)
-    needed = {host.host: rows_of(host) for host in plan.needed.hosts}
-    assert needed == {host: sorted(rows) for host, rows in sorted(held.items())}
-    assert plan.needed.amplification == pytest.approx(sum(map(len, held.values())) / size)
-    if size % mesh.size == 0 and not plan.spans_slices:
-        once = [row for host in plan.once.hosts for row in rows_of(host)]
-        assert sorted(once) == list(range(size))
-        assert [host.host for host in plan.once.hosts] == sorted(held)
+    read = {host.host: rows_of(host) for host in plan.reads.hosts}
+    assert read == {host: sorted(rows) for host, rows in sorted(held.items())}
+    assert plan.reads.amplification == pytest.approx(sum(map(len, held.values())) / size)
     groups = set(plan.hosts_with_the_same_rows)
     for hosts in groups:
         assert len({frozenset(held[host]) for host in hosts}) == 1 < len(hosts)
@@ -168,7 +164,6 @@ class TestTopologies:
             assert along.tolist() == expected
         over_all = P(tuple(axes))
         plan = grain_shard.plan(mesh, over_all, global_batch_size=48, num_records=48)
-        assert plan.spans_slices == (slices > 1)
         assert_exact(plan, mesh, over_all)
 
 
@@ -197,7 +192,7 @@ class TestFigures:
         sizes = {"global_batch_size": batch, "num_records": records, "remainder": remainder}
         plan = planned(axes, hosts, 8 // hosts, **sizes)
         assert plan.device_bytes is None
-        assert plan.to_dict()["needed"]["hosts"][0]["bytes_per_step"] is None
+        assert plan.to_dict()["reads"]["hosts"][0]["bytes_per_step"] is None
         with pytest.raises(ShardingError, match=f"host {hosts} is not in the mesh"):
             plan.records(hosts, 0)
         assert plan.steps_per_epoch == steps
@@ -223,35 +218,12 @@ class TestFigures:
         assert plan.device_bytes == device_bytes
 
     @pytest.mark.parametrize(
-        ("batch", "options", "read", "can_be_once"),
-        [
-            (64, {}, "once", True),
-            (60, {}, "needed", False),  # sixteen devices do not divide 60 rows
-            (64, {"read": "needed"}, "needed", True),
-            (64, {"read": "once"}, "once", True),
-            (15, {}, "once", True),  # padded to 16 anyway
-            (12, {}, "needed", False),
-        ],
-    )
-    def test_how_rows_are_read(self, batch, options, read, can_be_once):
-        plan = planned(MODEL, 8, 2, global_batch_size=batch, num_records=600, **options)
-        assert plan.read == plan.reads.read == read
-        assert plan.needed.amplification == 2
-        assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
-        assert (plan.once is not None) == can_be_once
-        assert (plan.to_dict()["once"] is not None) == can_be_once
-        assert ('read="once"' in str(plan)) == can_be_once
-        assert plan.reads.amplification == (1 if read == "once" else 2)
-        assert "slice" not in str(plan)
-
-    @pytest.mark.parametrize(
         ("options", "error"),
         [
             ({"global_batch_size": 0}, "global_batch_size=0"),
             ({"num_records": -1}, "num_records=-1"),
             ({"num_records": 0}, "no batch"),
             ({"record_bytes": 0}, "record_bytes=0"),
-            ({"read": "twice"}, "read='twice'"),
             ({"spec": P("model")}, "'model', which does not exist"),
             ({"global_batch_size": 6, "remainder": "drop"}, "6 rows does not split into 8 shards"),
             ({"num_records": 5, "remainder": "drop"}, "leaves no batch"),
@@ -282,10 +254,7 @@ WARNINGS = [
     (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records are in no batch"]),
     (ROWS, 63, 6300, {}, ["1 rows of padding.*63 rows do not split into 16 shards.*64 rows"]),
     (ROWS, 8, 8000, {}, ["8 rows of padding", "4 of 8 hosts hold only rows of padding"]),
-    (MODEL, 64, 6400, {}, ["would read each row 2 times"]),
-    (MODEL, 64, 6400, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
-    # The warning advises 64 rows, and with them each row is read once: see the first of `MODEL`.
-    (MODEL, 60, 6000, {}, ["each row is read 2 times.* global batch of 64 rows"]),
+    (MODEL, 64, 6400, {}, ["each row is read 2 times, .* so that a host has all devices of that"]),
     (ROWS, 64, 6400, H100, ["rows per device: .* 4 is below minimum recommended 64 for h100"]),
     (ROWS, 1600, 16000, H100, ["Batch size 100 is below critical size 298"]),
     (ROWS, 16 * 320, 51200, H100, []),
@@ -301,28 +270,17 @@ def test_warnings(axes, batch, records, options, expected):
     assert str(plan).count("warning: ") == len(expected)
 
 
-@needs_libtpu
-def test_several_slices_exchange_no_rows():
-    mesh = topology_mesh("v5e:4x4", {"replica": 2, "data": 4, "model": 4}, slices=2)
-    plan = grain_shard.plan(mesh, P("data"), global_batch_size=64, num_records=640)
-    assert (plan.read, plan.once, plan.needed.amplification) == ("needed", None, 4)
-    shown = " ".join(str(plan).split())
-    assert "8 hosts in several slices" in shown
-    assert "each row is read 4 times" in plan.warnings[0]
-    assert "Slices exchange no rows. So shard the batch over that axis, too" in plan.warnings[0]
-
-
 def test_a_plan_shows_itself():
     plan = planned(MODEL, 8, 2, global_batch_size=64, num_records=1000)
     assert repr(plan) == (
         "Plan(16 x unknown device on 8 hosts, mesh=(data=4, model=4), specs=(P('data')),"
-        " steps_per_epoch=16, read='once', warnings=<2>)"
+        " steps_per_epoch=16, warnings=<2>)"
     )
     shown = plan._repr_mimebundle_((), ())
     assert shown["text/html"].startswith("<pre style=")
     assert "16 steps for 1,000 records" in shown["text/html"]
     assert "#000000" not in shown["text/html"], "which a dark page hides"
     assert "\x1b" not in shown["text/plain"]
-    assert "rows a host reads a step" in shown["text/plain"]
+    assert "each row on 2 hosts; at most 16 rows of a host in a step" in shown["text/plain"]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.read = "needed"
+        plan.reads = None

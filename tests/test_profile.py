@@ -252,10 +252,10 @@ BEFORE_BATCH = "after .batch (or the work of its batch_fn) before .batch"
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Pipeline(), "if this waits for files or a network", "read="),
+        (Pipeline(), "if this waits for files or a network", "every row"),
         (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Pipeline(reads_other_rows=True), BEFORE_BATCH, "read="),
-        (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "read="),
+        (Pipeline(reads_other_rows=True), BEFORE_BATCH, "every row"),
+        (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "every row"),
         (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
 )

@@ -189,33 +189,26 @@ class TestInATerminal:
 def test_one_host_of_two_may_look_alone():
     def look():
         mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "model"))  # model over hosts
-        shown = []
-        for read in ("needed", "once"):
-            ds = grain.MapDataset.range(64).map(lambda i: {"x": np.float32(i)}).batch(16)
-            ds = ds.shard_to(mesh, read=read, timeout_s=5)
+        ds = grain.MapDataset.range(64).map(lambda i: {"x": np.float32(i)}).batch(16)
+        ds = ds.shard_to(mesh, timeout_s=5)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             if jax.process_index() == 1:
-                with contextlib.redirect_stdout(io.StringIO()) as out:
-                    grain_shard.show(ds)
-                shown.append(out.getvalue())
-        return shown
+                grain_shard.show(ds)
+        return out.getvalue()
 
-    nothing, (needed, once) = rehearse.run(look, hosts=2, devices_per_host=4)
-    assert nothing == []
-    for shown in (needed, once):
-        assert "data=4, model=2; 2 hosts" in shown
-        assert "f32[16@data]" in shown
-    assert "16 of 16: 0:16" in needed
-    assert "what each host needs" in needed
-    assert "8 of 16: 2:4, 6:8, 10:12, 14:16" in once
-    assert "once, then moved by the devices" in once
+    nothing, shown = rehearse.run(look, hosts=2, devices_per_host=4)
+    assert nothing == ""
+    assert "data=4, model=2; 2 hosts" in shown
+    assert "f32[16@data]" in shown
+    assert "16 of 16: 0:16" in shown
 
 
 class TestAbstractBatch:
     @pytest.mark.parametrize("spec", [SPECS, P("data"), P("seq"), P(("data", "seq")), P()])
-    @pytest.mark.parametrize("kind", ["random access", "stream", "workers", "once"])
+    @pytest.mark.parametrize("kind", ["random access", "stream", "workers"])
     def test_it_is_what_batches_are(self, spec, kind):
         ds = grain.MapDataset.range(50).map(record).batch(16)
-        options = {"workers": {"num_workers": 1}, "once": {"read": "once"}}.get(kind, {})
+        options = {"num_workers": 1} if kind == "workers" else {}
         if kind == "stream":
             ds = ds.to_iter_dataset().map(lambda batch: batch)
         sharded = ds.shard_to(mesh_2d(), spec, **options)

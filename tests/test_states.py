@@ -1,4 +1,4 @@
-"""States from other people's storage: they go on with the right rows, or are refused by name."""
+"""States from a storage: they go on with the right rows, or are refused by name."""
 
 import collections
 import contextlib
@@ -90,28 +90,16 @@ def each(change, *types_, state):
     return change(state) if type(state) in types_ else state
 
 
-def other_containers(state, mapping=types.MappingProxyType):
-    if isinstance(state, dict):
-        return mapping({np.str_(key): other_containers(state[key]) for key in reversed(state)})
-    return tuple(map(other_containers, state)) if isinstance(state, list) else state
-
-
 def small(change):
     return lambda value: change(value) if abs(value) < 100 else value
 
 
 STORAGES = {
     "JSON": lambda state: state,
-    "arrays": lambda state: each(np.asarray, int, str, bool, type(None), state=state),
-    "scalars": lambda state: each(lambda v: np.asarray(v)[()], int, str, bool, state=state),
+    "arrays": lambda state: each(np.asarray, int, bool, state=state),
+    "scalars": lambda state: each(lambda v: np.asarray(v)[()], int, bool, state=state),
     "arrays of JAX": lambda state: each(small(jnp.asarray), int, state=state),
     "uint8": lambda state: each(small(np.uint8), int, state=state),
-    "floats": lambda state: each(small(float), int, state=state),
-    "float32": lambda state: each(small(np.float32), int, state=state),
-    "bfloat16": lambda state: each(small(jnp.bfloat16), int, state=state),
-    "objects": lambda state: np.array(each(lambda v: np.array(v, object), int, str, state=state)),
-    "bytes": lambda state: each(str.encode, str, state=state),
-    "other containers": other_containers,
     "another order": lambda state: collections.OrderedDict(reversed(state.items())),
 }
 
@@ -136,6 +124,10 @@ def at(state, path):
     return functools.reduce(lambda found, key: found[key], path, state)
 
 
+def nested(levels, value=0):
+    return functools.reduce(lambda inner, _: [inner], range(levels), value)
+
+
 IN_A_STREAM = ("feeds", "0", "state", "next_index")
 ENTRY = ("feeds", "2")
 IN_A_FEED = (*ENTRY, "state", "next_index")
@@ -148,12 +140,14 @@ WRONG = [
     *(("feeds", ENTRY, value, "entry of feed 2") for value in (None, 3, [], {"__tuple__": 5})),
     *(
         ("feeds", STEP, value, "not a whole number of 0 or more")
-        for value in (-1, "2", None, 10**30)
+        for value in (-1, "2", None, 10**30, 3.0)
     ),
     *(
         ("random access", STEP, value, "no such position")
-        for value in (10**30, 25, -1, "1", None, True)
+        for value in (10**30, 25, -1, "1", None, True, 1.5, 3.0)
     ),
+    ("stream", IN_A_STREAM, 24.0, "values differ"),
+    ("feeds", IN_A_FEED, float("nan"), "entry of feed 2"),
     *(("random access", ("record",), value, "no such position") for value in (-1, 81)),
     *(("random access", ("epoch",), value, "no such position") for value in (-1, 1, 10**30)),
     ("random access", ("kind",), "stream", "of kind 'stream', and this is "),
@@ -162,7 +156,8 @@ WRONG = [
     ("feeds", ("feeds",), None, "feeds are None, not a dict"),
     ("feeds", ("feeds",), [1], r"feeds are \[1\], not a dict"),
     ("loader", (*OF_A_LOADER, 2, "__bytes__"), "€", "values differ"),
-    ("loader", (*OF_A_LOADER, 0, "__float__"), 2.5, r"is 2\.5 of float"),
+    ("loader", (*OF_A_LOADER, 0), 2.5, "values differ"),
+    ("random access", STEP, nested(3000), r"state\['step'\](\[0\]){7}\.\.\. is of type list"),
     ("random access", ("more",), 1, r"has other fields: \['more'\]"),
     ("feeds", ("more",), 1, r"has other fields: \['more'\]"),
     ("stream", ("more",), 1, r"has other fields: \['more'\]"),
@@ -176,18 +171,20 @@ for kind_, path_ in (("random access", STEP), ("stream", IN_A_STREAM), ("feeds",
     WRONG += [
         (kind_, path_, value, rf"state{name} {what}")
         for value, what in [
-            (1.5, r"is 1\.5 of float64"),
-            (float("nan"), "is nan of float64"),
-            (2.0**53, "is 9007199254740992.0 of float64, and no exact"),
-            (np.float32(2**24), "is 16777216.0 of float32"),
+            (np.float32(3), r"is of type float32\[\]"),
+            (jnp.bfloat16(3), r"is of type bfloat16\[\]"),
+            (np.asarray("3"), r"is of type <U1\[\]"),
+            (np.asarray(3, object), r"is of type object\[\]"),
             (np.arange(3), r"is of type int64\[3\]"),
             (np.array([3]), r"is of type int64\[1\]"),
             (jnp.zeros((1, 1)), r"is of type float32\[1, 1\]"),
-            (jax.random.key(3), r"is of type key<fry>\[\], and has no value"),
+            (jax.random.key(3), r"is of type key<fry>\[\]"),
             (1j, "is of type complex"),
-            ({3: 1}, "has keys that are no text"),
-            (b"\xff", "is bytes that are no text"),
-            (1 << 20_000, "is an int of 20,001 bits"),
+            ({3: 1}, "is of type dict"),
+            (types.MappingProxyType({}), "is of type mappingproxy"),
+            ((3,), "is of type tuple"),
+            (b"3", "is of type bytes"),
+            (1 << 20_000, "is of type int"),
             (object(), "is of type object"),
         ]
     ]
@@ -212,10 +209,6 @@ def test_a_wrong_value_is_refused_by_its_place_and_type(wrong):
 def test_what_is_no_state_is_refused(kind, state):
     with BUILD[kind]() as iterator, pytest.raises(StateError, match="remedy: "):
         iterator.set_state(state)
-
-
-def nested(levels, value=0):
-    return functools.reduce(lambda inner, _: [inner], range(levels), value)
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.floats()
@@ -330,8 +323,6 @@ FOUND = {
     "UTF-16": lambda path: path.write_text('{"step": 3}', encoding="utf-16"),
     "a number": lambda path: path.write_text("5"),
     "null": lambda path: path.write_text("null"),
-    "a float": lambda path: path.write_text('{"step": 1.5}'),
-    "NaN": lambda path: path.write_text('{"step": NaN}'),
     "a long number": lambda path: path.write_text('{"step": 1%s}' % ("0" * 10**5)),
     "lists in lists": lambda path: path.write_text("[" * 10**6),
     "dicts in dicts": lambda path: path.write_text('{"a":' * 3000 + "1" + "}" * 3000),

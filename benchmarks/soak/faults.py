@@ -159,7 +159,7 @@ def draw(rng: random.Random) -> Faults:
     while True:  # until `.shard_to` accepts the case
         sharding = dataclasses.replace(shardings.draw(rng), sizes={0: 4 * rng.randint(1, 4)})
         packs = stream is not None and stream.packed is not None
-        if sharding.fits and (sharding.drawn.is_of_all_leaves or not packs):
+        if sharding.drawn.is_of_all_leaves or not packs:
             break
     is_batched, fault = rng.random() < 0.5, rng.choice(FAULTS)
     return Faults(drawn, stream, is_batched, fault, frozenset(bad), sharding)

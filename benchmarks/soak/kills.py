@@ -131,7 +131,7 @@ def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> 
             most = stream.num_feeds * rng.randint(1, 2)
         if stream is not None or most > 16:
             sharding = dataclasses.replace(sharding, sizes={0: min(most, 16)})
-        if sharding.fits and (stream is None or fits_feeds(stream, sharding)):
+        if stream is None or fits_feeds(stream, sharding):
             break
     return Job(
         hosts,

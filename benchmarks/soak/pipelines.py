@@ -167,7 +167,7 @@ def fits(case: Pipelines, num_records: int) -> bool:
     """Returns False for a case that `.shard_to` refuses: sizes, shards or options do not fit."""
     for sharding in (case.first, case.then):
         sizes = sharding.sizes
-        if not sharding.fits or (case.option_remainder != "pad" and not sharding.divides):
+        if case.option_remainder != "pad" and not sharding.divides:
             return False
         if "drop" in case.remainder and max(sizes.values()) > num_records:
             return False

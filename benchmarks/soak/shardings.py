@@ -35,14 +35,6 @@ class Sharding:
         )
 
     @property
-    def fits(self) -> bool:
-        """True if the option `read` is possible. "once" needs batches that all devices divide."""
-        padded = [round_up(size, self.made.multiple) for size in self.sizes.values()]
-        return self.options.get("read") != "once" or not any(
-            size % self.drawn.size for size in padded
-        )
-
-    @property
     def divides(self) -> bool:
         """True if full batches need no padding."""
         return all(size % self.made.multiple == 0 for size in self.sizes.values())
@@ -77,6 +69,5 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
         "cpu_buffer_size": [1, 2, 7],
         "device_buffer_size": [1, 3],
         "num_threads": [1, 2, 5],
-        "read": ["needed", "once"],
     }
     return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.25}

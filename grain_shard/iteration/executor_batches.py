@@ -16,6 +16,7 @@ import time
 from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
+import cloudpickle
 import jax
 from absl import logging
 
@@ -25,10 +26,9 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
 from grain_shard.threads.bell import Bell
-from grain_shard.threads.pickling import key_of, pickled, pickled_back, returned
+from grain_shard.threads.pickling import pickled, unpickled
 from grain_shard.threads.tasks import Producer, Raised
 from grain_shard.threads.worker_processes import sendable
-from grain_shard.threads.world import Elsewhere, World
 from grain_shard.trees import Batch
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
@@ -65,7 +65,7 @@ class ExecutorBatches(Producer[int]):
         self._name = type(executor).__name__
         pipeline = batching, faults.rules
         packed = pickled(pipeline)
-        self._pipeline = _Pipeline(World(), packed, pipeline)
+        self._pipeline = _Pipeline(packed, pipeline)
         if len(packed) > _LARGE_BYTES:
             logging.warning(
                 "grain_shard: each task for the executor carries the whole pipeline, %.1f MB. To"
@@ -153,29 +153,22 @@ class ExecutorBatches(Producer[int]):
 
 
 class _Pipeline:
-    """The pipeline of a task. It comes as itself into this process, and as a copy into another one.
+    """The pipeline of a task. Threads of this process use it as it is, other workers a copy.
 
     Args:
-        world: The world of the loop's thread.
         packed: The pickled pair of the batches and the rules for failed reads.
-        pair: The pair itself; None in another process.
+        pair: The pair itself; None in a copy.
     """
 
-    def __init__(
-        self,
-        world: World | Elsewhere,
-        packed: bytes,
-        pair: tuple[Batching, FaultRules] | None = None,
-    ):
-        self._packed, self._pair = packed, pair
-        self.world, self.is_here = world, pair is not None
+    def __init__(self, packed: bytes, pair: tuple[Batching, FaultRules] | None = None):
+        self._packed, self._pair, self.is_here = packed, pair, pair is not None
 
     def opened(self) -> tuple[Batching, FaultRules]:
-        """Returns the pair of the batches and the rules. Called in the world."""
-        return _unpickled(self._packed) if self._pair is None else self._pair
+        """Returns the pair of the batches and the rules."""
+        return self._pair or _kept(self._packed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return returned, (key_of(self), _Pipeline, self.world, self._packed)
+        return _Pipeline, (self._packed,)
 
 
 def make_batch(pipeline: _Pipeline, index: int) -> Made:
@@ -190,16 +183,15 @@ def make_batch(pipeline: _Pipeline, index: int) -> Made:
         work, name of the worker); or the error, if the batch cannot be made.
     """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
-    run = pipeline.world.run
     try:
-        batch, counts = run(counted_batch, *run(pipeline.opened), index)
+        batch, counts = counted_batch(*pipeline.opened(), index)
         leaves, structure = jax.tree.flatten(batch)
     except Exception as error:
         error.add_note(f"grain_shard: in {process}")
         return error if pipeline.is_here else sendable(error)
     worker = f"thread {threading.get_ident()} of {process}"
     if not pipeline.is_here:
-        structure = pickled_back(structure)
+        structure = cloudpickle.dumps(structure)
     return leaves, structure, counts, time.perf_counter() - start, worker
 
 
@@ -222,5 +214,5 @@ def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Ba
 
 
 @functools.lru_cache(_KEPT)
-def _unpickled(pipeline: bytes) -> tuple[Batching, FaultRules]:
-    return pickle.loads(pipeline)
+def _kept(packed: bytes) -> tuple[Batching, FaultRules]:
+    return unpickled(packed)

@@ -29,11 +29,9 @@ from grain_shard.errors import GrainShardError, ShardingError, describe_mesh, re
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.host_batches import HostBatches, Position
-from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.placing import Placer
 from grain_shard.iteration.run import Parts, Run
 from grain_shard.reading.contents import with_digest, without_digest
-from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
@@ -75,11 +73,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host: The source of this host's batches.
         placer: Puts the host's batches on the devices.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        reshard: Moves each batch to its final shardings when the batch is handed out. The thread
-            that calls ``next`` runs it, because it contains collectives. None leaves batches as
-            they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
-        passes: Notes the uses of the iterator; None to note nothing.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:
@@ -100,20 +94,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         placer: Placer,
         *,
         device_buffer_size: int,
-        reshard: Resharder | None,
         across: AcrossHosts | None,
-        passes: Passes | None = None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
         self.dataset = dataset
         self._host, self._is_closed = host, False
-        self._passes = passes or Passes()
-        # True while the iterator has not reached its end, and has gone to no other position.
-        self._is_first_pass = True
-        self._mark = object()  # stands for this iterator in `passes`
         self._meter = Meter(mask_key=host.padding.mask_key)
-        self._parts = Parts(host, placer, self._meter, device_buffer_size, reshard, across)
+        self._parts = Parts(host, placer, self._meter, device_buffer_size, across)
         with counted_by(self._meter):
             self._world = World()
             self._at = self._open(None)
@@ -133,8 +121,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._is_closed or self._at.is_broken or not self._at.run.is_started:
             self.start_prefetch()
         at = self._at
-        if self._passes.unused is not None and self._is_first_pass and at.run.stage.taken == 1:
-            self._passes.goes_on()
         try:
             batch, position, size = at.run.next(at.position, at.digest)
             self._meter.handed_out(size)
@@ -144,8 +130,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         except BaseException as error:
             self._at = at  # an interrupt may have come after the assignment
             self._break_unless_raised_again(at, error)
-            if isinstance(error, StopIteration):
-                self._is_first_pass = False
             raise
 
     def _break_unless_raised_again(self, at: Cursor, error: BaseException) -> None:
@@ -263,11 +247,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _go_to(self, position: Position | None, digest: str = "") -> None:
         self._require_open()
-        self._is_first_pass = False
         self._open_anew(position, self._at.moves + 1, digest)
-        self._passes.used(self._mark)
-        if position is not None:
-            self._passes.unused = self._mark
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -349,7 +329,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             with reopening():
                 self._open_anew(at.position, at.moves, at.digest)
             at = self._at
-        self._passes.used(self._mark)
         try:
             at.run.start()
         except BaseException as error:
@@ -395,8 +374,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
             at.run.let_go()
-            if self._is_first_pass:
-                self._passes.dropped(at.run.stage.taken)
 
 
 def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:

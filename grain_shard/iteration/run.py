@@ -15,7 +15,6 @@ from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.long_wait import log_long_wait
 from grain_shard.iteration.placing import Placed, Placer, Placing
-from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.threads.background import Background, in_background
 from grain_shard.threads.tasks import Raised
@@ -30,9 +29,6 @@ class Parts:
         placer: Puts the host's batches on the devices.
         meter: Counts the batches, and measures the waits of the training loop.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        reshard: Moves each batch to its final shardings when the batch is handed out. The thread
-            that calls ``next`` runs it, because it contains collectives. None leaves batches as
-            they are.
         across: The hosts among which the iterator runs; None if the mesh has only one host.
     """
 
@@ -40,7 +36,6 @@ class Parts:
     placer: Placer
     meter: Meter
     device_buffer_size: int
-    reshard: Resharder | None
     across: AcrossHosts | None
 
 
@@ -112,7 +107,7 @@ class Run:
         return any(t.is_alive() for stage in (self._batches, self._placed) for t in stage.threads)
 
     def next(self, position: Position, digest: str) -> Placed:
-        """Waits for the next batch and returns it, in the final shardings.
+        """Waits for the next batch and returns it.
 
         If an error or the end comes in its place, this tells the other hosts. At the first batch,
         the hosts also compare their pipelines.
@@ -145,14 +140,10 @@ class Run:
                 # `ended` may raise the failure of another host. Outside the except block Python
                 # does not chain that failure to this host's StopIteration.
                 together.ended(parts.host.next_batch(position))
-                if parts.reshard is not None:
-                    parts.reshard.wait()
                 raise StopIteration
         if not self._has_compared:
             self._compare(position, digest)
-        if parts.reshard is None:
-            return placed
-        return placed._replace(batch=parts.reshard(placed.batch))
+        return placed
 
     def _compare(self, position: Position, digest: str) -> None:
         """Compares the pipeline with the pipelines of other hosts and with the restored state.

@@ -27,8 +27,6 @@ class Settings:
             run this host's feeds. 0 uses threads of this process.
         executor: Makes the batches of a `MapDataset` in other processes, at most `cpu_buffer_size`
             batches at a time. None makes them in this process.
-        final_shardings: Shardings to which the devices move each batch when it is handed out. The
-            hosts then read the rows that `shardings` gives them. None moves nothing.
         rows: The rows that a stream yields on each of several hosts: "global" for the same whole
             batches on every host, "local" for rows of its own. None takes the argument `rows` of
             `from_iterable`. On several hosts one of the two arguments has to be given.
@@ -42,7 +40,6 @@ class Settings:
     num_threads: int | None = None
     num_workers: int = 0
     executor: Executor | None = None
-    final_shardings: ShardingTree | None = None
     rows: Rows | None = None
     timeout_s: float = 60.0
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)

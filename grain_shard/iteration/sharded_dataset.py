@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.series import Series
@@ -15,11 +14,9 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.passes import Passes
 from grain_shard.iteration.settings import Settings
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.reshard import Resharder
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
@@ -65,7 +62,6 @@ class ShardedDataset(grain.IterDataset):
         self.host: HostBatches = host
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
-        self._passes = Passes()
         self._series = Series()
         self._is_warned = False  # True once the log has a line on a state that cannot be saved
         self._records_per_batch = records_per_batch
@@ -73,7 +69,7 @@ class ShardedDataset(grain.IterDataset):
     @property
     def shardings(self) -> ShardingTree:
         """The shardings of the batches that are handed out."""
-        return self.settings.final_shardings or self.settings.shardings
+        return self.settings.shardings
 
     def __len__(self) -> int:
         """Returns the number of batches.
@@ -106,8 +102,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        self._passes.begins()
-        iterator = ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
+        iterator = ShardedIterator(self.host, **self._how(self.host))
         if (why := self.host.why_unsaved()) and not self._is_warned:
             self._is_warned = True
             warn_unsaved(why)
@@ -148,9 +143,6 @@ class ShardedDataset(grain.IterDataset):
             argument `global_shape`. Do not write to the arrays, which may share memory with the
             source.
 
-        Raises:
-            ShardingError: ``read="once"`` moves rows from host to host on the devices.
-
         Example:
             >>> import grain_shard, jax
             >>> mesh = jax.make_mesh((8,), ("data",))
@@ -158,33 +150,15 @@ class ShardedDataset(grain.IterDataset):
             >>> next(iter(ds.host_rows()))["x"]
             array([0, 1, 2, 3, 4, 0, 0, 0])
         """
-        if self.settings.final_shardings:
-            raise ShardingError(
-                'with read="once", this host reads only a part of the rows of its devices, and the'
-                " devices get the others from other hosts.",
-                mesh_axes=self.shardings.mesh_axes,
-                remedy='pass read="needed" to .shard_to.',
-            )
-        rows = ShardedDataset(
+        return ShardedDataset(
             self.parents[0], self.host, self.settings, self._records_per_batch, to_devices=False
         )
-        rows._passes = self._passes
-        return rows
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
-        """Returns the keyword arguments of `ShardedIterator` for batches of this host.
-
-        Raises:
-            ShardingError: A collective moves the batches to their final shardings, and this host
-                may run it in another order than other hosts; see `require_order`.
-        """
-        final = self.settings.final_shardings
-        if final:  # the move is a collective: its order must be the same on all hosts
-            require_order(final.devices())
+        """Returns the keyword arguments of `ShardedIterator` for batches of this host."""
         return {
             "placer": self._assembler(),
             "device_buffer_size": self.settings.device_buffer_size,
-            "reshard": final and Resharder(final),
             "across": self._across_hosts(host),
             "dataset": self,
         }
@@ -294,7 +268,6 @@ class ShardedDataset(grain.IterDataset):
         fields = {
             **host.compared,
             "rows": host.rows,
-            "read": "once" if settings.final_shardings else "needed",
             **host.padding.described(),
             **self.shardings.describe(),
         }

@@ -244,7 +244,6 @@ class Sample:
                 found.extend(self.differences(record, leaves, alone[record]))
 
         def read_some(rank: int) -> None:
-            world.enter()
             order = np.random.default_rng(rank).permutation(list(alone))[:each].tolist()
             with contextlib.suppress(threading.BrokenBarrierError):
                 all_started.wait(_STARTED_S)
@@ -257,7 +256,7 @@ class Sample:
 
         # Daemon threads, because a read that hangs must not keep the program from ending.
         threads = [
-            threading.Thread(target=read_some, args=(rank,), name=THREAD, daemon=True)
+            threading.Thread(target=world.run, args=(read_some, rank), name=THREAD, daemon=True)
             for rank in range(num_threads)
         ]
         with contextlib.suppress(RuntimeError):  # raised if the system allows no more threads

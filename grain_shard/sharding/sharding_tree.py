@@ -9,11 +9,10 @@ always replicated.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -21,7 +20,7 @@ from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh
-from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of, round_up
+from grain_shard.sharding.layout import BatchLayout, mesh_axes_of
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
@@ -32,8 +31,6 @@ from grain_shard.sharding.specs import (
     spec_rank,
 )
 from grain_shard.trees import Batch, is_empty, is_text, path_of
-
-ReadMode = Literal["auto", "needed", "once"]
 
 
 @dataclass(frozen=True)
@@ -148,57 +145,6 @@ class ShardingTree:
         devices = set().union(*(sharding.device_set for sharding in self.shardings()))
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 
-    def way_to_read(
-        self, read: ReadMode, *global_batch_sizes: int, num_feeds: int = 1
-    ) -> Literal["needed", "once"]:
-        """Returns "needed" or "once" for the argument `read` of `shard_to`.
-
-        "needed" means that each host reads the rows that its devices need. "once" means that each
-        row is read once, see `spread`. "auto" becomes "once" if all devices are in one slice,
-        "once" reads fewer rows, and every padded batch splits evenly over the devices. Batches get
-        no further padding for "once", so `read` never changes the shape of a batch.
-
-        Args:
-            read: "auto", "needed" or "once".
-            *global_batch_sizes: Rows of a batch before padding: every size that batches have.
-            num_feeds: Number of feeds that each give the same number of rows.
-
-        Raises:
-            ShardingError: `read` is "once", and the devices are in several slices, or do not divide
-                a padded batch.
-        """
-        # A single device has no mesh, over which rows could be spread.
-        if read == "needed" or (read == "auto" and self.spans_slices) or not self.named():
-            return "needed"
-        if self.spans_slices:
-            raise ShardingError(
-                'read="once" moves rows between all devices in each step, but the mesh spans'
-                " several TPU slices, and the network between slices is slow.",
-                mesh_axes=self.mesh_axes,
-                remedy='pass read="auto" or read="needed". To read fewer rows, shard the batch over'
-                " each axis that spans slices: name the axis in the first entry of the spec.",
-            )
-        # `padded`, `divisor` and `amplification` are the same in the layouts of all hosts, so the
-        # first layout is taken.
-        layout = next(iter(self.layouts().values()))
-        spread = next(iter(self.spread().layouts().values()))
-        sizes = map(layout.padded, global_batch_sizes)
-        # The first padded size that the devices do not divide; None if they divide all sizes.
-        size = next((size for size in sizes if size % spread.divisor), None)
-        if read == "auto":
-            fewer = spread.amplification < layout.amplification
-            return "once" if fewer and size is None else "needed"
-        if size is not None:
-            raise ShardingError(
-                f'read="once" splits each batch over all devices, but {size} rows do not split into'
-                f" {spread.divisor} shards.",
-                mesh_axes=self.mesh_axes,
-                remedy="use a batch size of"
-                f" {round_up(size, math.lcm(spread.divisor, num_feeds))}, or pass"
-                ' read="auto", which uses "once" only if the batch size allows it.',
-            )
-        return read
-
     def describe(self) -> dict[str, Any]:
         """Returns plain JSON that hosts compare: mesh axes, device order, specs.
 
@@ -210,31 +156,6 @@ class ShardingTree:
             "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
             "specs": [str(s.spec) for s in named],
         }
-
-    @property
-    def spans_slices(self) -> bool:
-        """True if the devices are in several TPU slices, which only a slow network joins."""
-        # The `slice_index` of a GPU is of hosts that NVLink joins, and often of a single host.
-        of_tpus = [device for device in self.devices() if device.platform != "gpu"]
-        return len({getattr(device, "slice_index", 0) for device in of_tpus}) > 1
-
-    def spread(self) -> ShardingTree:
-        """Returns the shardings in which hosts read a batch with ``read="once"``.
-
-        All mesh axes split the rows, so each row is on one device.
-        """
-        named = self.named()
-        if not named:
-            return self
-        # The most sharded leaf gives the order of the axes, so that its rows move least.
-        most = max(named, key=num_shards)
-        axes = dict.fromkeys((*batch_axes(most.spec), *cast(Mesh, most.mesh).axis_names))
-
-        def over_all(sharding: Sharding) -> Sharding:
-            is_named = isinstance(sharding, NamedSharding)
-            return sharding.update(spec=PartitionSpec(tuple(axes))) if is_named else sharding
-
-        return replace(self, prefix=jax.tree.map(over_all, self.prefix))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """Returns the tree with a sharding for the mask, which is sharded like the rows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import errno
 import functools
 import glob
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar
 import numpy as np
 from array_record.python.array_record_data_source import FileInstruction
 
-from grain_shard.sources.opened_file import OpenedFile
 from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 _T = TypeVar("_T")
@@ -110,8 +108,6 @@ class ArrayRecordSource:
         TypeError: An argument is not a path.
         ValueError: No path is given, a record is given twice, a URL cannot be opened, or a range
             ends before it begins.
-        ShardingError: In a read: a file was replaced after it was opened, so that this process, or
-            the main process, has read other records. A worker process opens each file again.
     """
 
     def __init__(
@@ -126,7 +122,6 @@ class ArrayRecordSource:
             raise ValueError("paths is empty: there is nothing to read")
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
-        self._files: dict[str, OpenedFile] = {}  # those that were opened, by path
         self._parts = list(itertools.chain(*_in_threads(_parts_of, given)))
         ranges = sorted(
             (os.path.normpath(path), start, math.inf if stop is None else stop, path)
@@ -217,17 +212,13 @@ class ArrayRecordSource:
         """
         # The cache has no lock while a file is opened, so that no thread waits for another one. Two
         # threads that ask for the same file at once may both open it. One reader is then dropped.
-        readers = functools.lru_cache(_most_open())(
-            functools.partial(_opened, self._options, self._files)
-        )
+        readers = functools.lru_cache(_most_open())(functools.partial(_opened, self._options))
         _open_files.append(weakref.ref(readers, _open_files.remove))
         return readers
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open readers are not pickled: another process opens the files itself. A thread may open
-        # a file meanwhile.
-        state = {name: value for name, value in vars(self).items() if name != "_reader"}
-        return {**state, "_files": self._files.copy()}
+        # Open readers are not pickled: another process opens the files itself.
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
 
     def _count(self, part: _Part) -> int:
         stop = self._reader(part.path).num_records() if part.stop is None else part.stop
@@ -273,21 +264,13 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     return [_Part(file, start, stop) for file in absolute]
 
 
-def _opened(options: str, files: dict[str, OpenedFile], path: str) -> Any:
+def _opened(options: str, path: str) -> Any:
     """Opens a file.
 
     Args:
         options: The options of the reader.
-        files: The files that this process, or the one that sent the source, has opened. This one
-            is added.
         path: The file.
-
-    Raises:
-        ShardingError: Another file has the path by now.
     """
-    with contextlib.suppress(OSError):  # for an object of a bucket. A missing file is refused below
-        now = OpenedFile.of(path, os.stat(path))
-        files.setdefault(path, now).check_same(now)
     caches = [cache for ref in _open_files.copy() if (cache := ref())]
     # A single cache closes the least recently read file itself.
     if sum(cache.cache_info().currsize for cache in caches) > _most_open():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -9,11 +10,10 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
-from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.source_reads import takes_array
-from grain_shard.sources.array_files import Sendable, pinned, sendable
+from grain_shard.sources.array_files import sendable
 from grain_shard.trees import check_leaf, flatten
 
 
@@ -35,20 +35,18 @@ class ArraySource:
         arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, or other
             objects with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py.
             The arrays and their files must not change while they are read. Worker processes and
-            executors get memory maps, and views of them, as places in a file. They open that file
-            and datasets again, and get copies of other arrays.
+            executors map the file of a memory map again, open the file of a dataset of h5py again,
+            and get copies of other arrays.
 
     Raises:
-        ShardingError: A leaf is no array, is a masked array, a matrix or a table, has no axis, or
-            holds Python objects; there is no leaf; two leaves differ in their number of records; or
-            an array of zarr cannot be opened by an absolute path. In a worker process or executor:
-            a file is not the one that the main process opened, or other rows are read.
+        ShardingError: A leaf is not an array, is a masked array, a matrix or a table, has no axis,
+            or holds Python objects; there is no leaf; or two leaves differ in their number of
+            records.
     """
 
     def __init__(self, arrays: Any):
         self._paths, leaves, self._structure = flatten(arrays, "arrays")
         self._arrays = [_checked(*pair) for pair in zip(self._paths, leaves, strict=True)]
-        self._sendable = [sendable(*pair) for pair in zip(self._paths, self._arrays, strict=True)]
         if not self._arrays:
             remedy = "pass ArraySource an array, or a tree of arrays."
             raise ShardingError("the tree of arrays is empty.", remedy=remedy)
@@ -96,17 +94,8 @@ class ArraySource:
         return ArrayRows.of(Columns(arrays, self._structure), places)
 
     def __reduce__(self) -> Any:
-        for array in self._sendable:
-            array.check()
-        return _opened, (self._structure.unflatten(self._sendable), self._digests())
-
-    def _digests(self) -> list[str]:
-        """Returns a digest of two rows of each array, the first one and the middle one."""
-        rows = sorted({0, len(self) // 2}) if len(self) else []
-        return [
-            element_digest([np.asarray(array[row]) for row in rows], MANY_DIGITS)
-            for array in self._arrays
-        ]
+        sent = map(sendable, self._paths, self._arrays)
+        return _opened, (self._structure.unflatten(sent),)
 
     def __repr__(self) -> str:
         leaves = [
@@ -144,34 +133,15 @@ def _checked(path: str, array: Any) -> Any:
             " .filled(0) on a masked array, and pass its mask as another leaf.",
         )
     # A subclass of `numpy.ndarray` may give other rows than an array, and a memory map's is slow.
-    return array.view(np.ndarray) if isinstance(array, np.ndarray) else pinned(path, array)
+    return array.view(np.ndarray) if isinstance(array, np.ndarray) else array
 
 
-def _opened(sent: Any, digests: Sequence[str]) -> ArraySource:
+def _opened(sent: Any) -> ArraySource:
     """Returns an `ArraySource` in another process.
 
     Args:
-        sent: The tree of arrays, with a `Sendable` in place of each.
-        digests: A digest of some rows of each array, as the sending process reads them.
-
-    Raises:
-        ShardingError: This process would read other rows, or does not know a class of the tree.
+        sent: The tree of arrays, with the result of `sendable` in place of each.
     """
-    source = ArraySource(jax.tree.map(_again, sent))
-    for path, found, wanted in zip(source._paths, source._digests(), digests, strict=True):
-        if found != wanted:
-            raise ShardingError(
-                "another process reads other rows from this array than the main process.",
-                path=path,
-                leaf=describe_leaf(source._arrays[source._paths.index(path)]),
-                remedy="open the array from files that every process finds by the same absolute"
-                " path, and that do not change; or read it into memory, array[:].",
-            )
-    return source
-
-
-def _again(sent: Any) -> Any:
-    if not isinstance(sent, Sendable):  # of a class that JAX does not know in this process
-        return sent
-    sent.check()
-    return sent.open()
+    return ArraySource(
+        jax.tree.map(lambda leaf: leaf() if isinstance(leaf, functools.partial) else leaf, sent)
+    )

@@ -29,8 +29,6 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import Limits, SharedReads
-from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
 from grain_shard.streams.feed_arrays import FeedIterator
@@ -239,11 +237,6 @@ class Feeds(Streams):
 
     def yields(self, settings: Settings) -> str:
         return OF_FEEDS
-
-    def way_to_read(self, read: ReadMode, layout: BatchLayout) -> ReadMode:
-        # With fewer feeds than hosts, read="once" would leave a host without a feed to run. So
-        # "auto" does not choose it.
-        return "needed" if read == "auto" and self.num_feeds < layout.num_hosts else read
 
     def no_epochs(self) -> ShardingError:
         return ShardingError(

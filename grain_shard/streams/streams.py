@@ -17,7 +17,7 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
-from grain_shard.hosts.compare import GLOBAL, LOCAL
+from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import STREAM
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import Faults
@@ -26,8 +26,6 @@ from grain_shard.reading.iterable import agreed_rows
 from grain_shard.reading.record_stream import RecordStream
 from grain_shard.reading.shared_reads import BYTES_AHEAD, Limits, SharedReads
 from grain_shard.reading.stack import check_rows
-from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_tree import ReadMode
 from grain_shard.state_json import UNCHANGED, why_unsaved
 from grain_shard.trees import check_record
 
@@ -156,18 +154,6 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def way_to_read(self, read: ReadMode, layout: BatchLayout) -> ReadMode:
-        """Returns the way in which hosts read rows, which "auto" leaves to these streams.
-
-        Args:
-            read: The option of `shard_to`.
-            layout: The rows that this host holds.
-
-        Raises:
-            ShardingError: The streams cannot be read in this way.
-        """
-
-    @abstractmethod
     def no_epochs(self) -> ShardingError:
         """Returns the error of ``ds.epochs(n)``: an epoch's end is unknown before it is reached."""
 
@@ -248,15 +234,6 @@ class OneStream(Streams):
 
     def yields(self, settings: Settings) -> str:
         return agreed_rows(self._ds, settings.rows) or GLOBAL
-
-    def way_to_read(self, read: ReadMode, layout: BatchLayout) -> ReadMode:
-        if read == "once":
-            raise ShardingError(
-                'read="once" needs random access, and the dataset is a stream.',
-                remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave read out,"
-                f' shard the source by grain_shard.ShardByMesh, and pass rows="{LOCAL}".',
-            )
-        return "needed"
 
     def no_epochs(self) -> ShardingError:
         return ShardingError(

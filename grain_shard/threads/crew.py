@@ -249,9 +249,7 @@ class Crew:
     def _run(self, rank: int) -> None:
         try:
             self._start_more()
-            self._world.enter()
-            while self._step(rank):
-                pass
+            self._world.run(self._work, rank)
         except BaseException as error:
             self.failure = self.failure or Raised.of(error)
             self._draw_no_more()
@@ -263,6 +261,10 @@ class Crew:
             if is_last:
                 self._progress.ring()
                 self._closing.close()
+
+    def _work(self, rank: int) -> None:
+        while self._step(rank):
+            pass
 
     def _step(self, rank: int) -> bool:
         """Draws one task and runs it, or rests.

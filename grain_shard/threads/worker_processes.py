@@ -10,7 +10,7 @@ This module adds these things:
 * Workers ignore the signals that a terminal or a scheduler sends to every process of a job: Ctrl-C,
   and for example the SIGTERM before a time limit. The loop may catch the signal and go on.
 * A worker ends with the process that started it, even if that process is killed.
-* A worker is in the `World` of the loop's thread.
+* A worker has the values of absl's flags.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
+import cloudpickle
 import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, notes_of, noting, text_of
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
-from grain_shard.threads.main_script import GUARD, refuse_repeated_initialize
-from grain_shard.threads.parcel import Parcel
-from grain_shard.threads.pickling import pickled, pickled_back
+from grain_shard.threads.pickling import pickled, unpickled
 from grain_shard.threads.tasks import Producer
-from grain_shard.threads.world import Elsewhere, World
 
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
+# The remedy for a loop that each worker would begin, too.
+_GUARD = (
+    'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
+    " imports that script."
+)
 # In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
 # Signals to a whole job. They are meant for the training script, so the workers ignore them.
@@ -83,15 +85,13 @@ class WorkerProcesses(Producer[Any]):
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
         refuse_in_worker()
-        refuse_repeated_initialize()
         # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
         # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
-        self._make, self._world, self._is_closed = make, World(), False
+        self._make, self._is_closed = make, False
         self._options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
         self._elements: grain.DatasetIterator | None = None
-        self._parcel: Parcel | None = None
-        self._taken, self._failure = 0, cast(TracebackType | None, None)
+        self._taken = 0
 
     def __next__(self) -> Any:
         """Returns the next element.
@@ -108,30 +108,21 @@ class WorkerProcesses(Producer[Any]):
             with contextlib.nullcontext() if self._taken else _blocked_signals():
                 packed, sizes = next(elements)
         except Exception as error:
-            self._failure = error.__traceback__
             if (code := re.search(r"terminated .* exit code (-?\d+)", text_of(error))) is not None:
                 error.add_note(f"grain_shard: {_why_it_ended(int(code[1]), self._taken > 0)}")
             raise
         self._taken += 1
-        if self._taken == self._options.num_workers:  # each worker has opened its parcel
-            self._remove_parcel()
         return _unpacked(packed, sizes)
 
     def _started(self) -> grain.DatasetIterator:
         let_grain_read_its_flags()
-        self._parcel = Parcel(pickled(self._make))
-        share = _Share(self._world, self._parcel)
+        share = _Share(pickled(self._make))
         self._elements = elements = iter(share.mp_prefetch(self._options, _begin_worker))
         return elements
-
-    def _remove_parcel(self) -> None:
-        if self._parcel is not None:
-            self._parcel.remove()
 
     def close(self) -> None:
         """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
-        self._remove_parcel()
         if elements is not None:
             _closing.add(ended := threading.Event())
             try:
@@ -140,13 +131,6 @@ class WorkerProcesses(Producer[Any]):
             finally:
                 _closing.discard(ended)
                 ended.set()
-            # The frames of an error refer to frames of Grain's threads, whose variables may hold
-            # arrays in shared memory. This memory would not be freed while the error lives. So the
-            # variables of these frames are cleared.
-            for frame, _ in traceback.walk_tb(self._failure):
-                for caller, _ in traceback.walk_stack(frame):
-                    with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
-                        caller.clear()
             # Grain's iterators are in reference cycles with the semaphores of their processes. If
             # the garbage collector finds the cycles while new semaphores are made, the old ones
             # leak. So the cycles are collected now.
@@ -204,7 +188,7 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
                 " file, and this program comes from standard input.\n  remedy: save the program"
                 " to a file, and run that file."
             )
-        return f"a worker ended before any batch. If no reason is above, {GUARD}"
+        return f"a worker ended before any batch. If no reason is above, {_GUARD}"
     names = {int(number): number.name for number in signal.Signals}
     killed = f"the signal {names.get(-exit_code, -exit_code)} killed the worker."
     if -exit_code == signal.SIGBUS:
@@ -240,7 +224,7 @@ def refuse_in_worker() -> None:
     if main is not None and main is not sys.modules["__main__"]:
         raise ShardingError(
             "a worker process imported the main script, whose loop would start more workers.",
-            remedy=GUARD,
+            remedy=_GUARD,
         )
 
 
@@ -250,21 +234,19 @@ class _Share(grain.IterDataset):
     Grain calls `set_slice` to pass the number of the worker and the number of workers.
 
     Args:
-        world: The world of the loop's thread.
-        parcel: The pickled function that makes the elements. It is given as bytes, because Grain
-            would make a copy of the function for each worker. And it is unpickled in the world,
-            because that may import the user's modules.
+        make: The pickled function that makes the elements. It is given as bytes, because Grain
+            would make a copy of the function for each worker.
     """
 
-    def __init__(self, world: World | Elsewhere, parcel: Parcel):
+    def __init__(self, make: bytes):
         super().__init__()
-        self._world, self._parcel, self._worker = world, parcel, (0, 1)
+        self._make, self._worker = make, (0, 1)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         self._worker = sl.start, sl.step
 
     def __iter__(self) -> _ShareIterator:
-        return _ShareIterator(self._world, lambda: pickle.loads(self._parcel.open())(*self._worker))
+        return _ShareIterator(lambda: unpickled(self._make)(*self._worker))
 
 
 class _ShareIterator(grain.DatasetIterator):
@@ -273,20 +255,19 @@ class _ShareIterator(grain.DatasetIterator):
     It has no state, because `make` returns elements that begin at the right position.
 
     Args:
-        world: The world of the loop's thread.
         make: Returns the elements. It is called for the first element and not before, because
             Grain also makes an iterator in the main process, and takes no element from it.
     """
 
-    def __init__(self, world: World | Elsewhere, make: Callable[[], Iterator[Any]]):
+    def __init__(self, make: Callable[[], Iterator[Any]]):
         super().__init__()
-        self._world, self._make = world, make
+        self._make = make
         self._elements: Iterator[Any] | None = None
 
     def __next__(self) -> tuple[np.ndarray, np.ndarray]:
         try:
-            self._elements = self._elements or self._world.run(self._make)
-            return _packed(self._world.run(next, self._elements))
+            self._elements = self._elements or self._make()
+            return _packed(next(self._elements))
         except StopIteration:
             raise
         except BaseException as error:
@@ -310,7 +291,7 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
         of each of these parts as an integer array.
     """
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickled_back(element, buffers.append)
+    pickled = cloudpickle.dumps(element, protocol=5, buffer_callback=buffers.append)
     parts = [np.frombuffer(part, np.uint8) for part in (pickled, *(b.raw() for b in buffers))]
     sizes = np.array([len(part) for part in parts])
     starts = _starts(sizes)

@@ -139,7 +139,6 @@ def prefetch_to_device(
         HostStreams(plan, StreamOptions(buffer_size=cpu_buffer_size)),
         _Placer(target),
         device_buffer_size=size,
-        reshard=None,
         across=None,
     )
 

@@ -16,7 +16,7 @@ from grain_shard.reading.faults import FaultRules, OnBadRecord, Retries
 from grain_shard.reading.iterable import Rows
 from grain_shard.reading.padding import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
@@ -43,7 +43,6 @@ def shard_to(
     on_bad_record: OnBadRecord = "error",
     max_bad_records: float = 0.01,
     rows: Rows | None = None,
-    read: ReadMode = "auto",
     timeout_s: float = 60.0,
 ) -> ShardedDataset:
     """Ends a Grain pipeline: pads, places and prefetches this host's rows as global arrays.
@@ -111,13 +110,6 @@ def shard_to(
             hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
             host yields the same whole batches. "local": each host yields the rows of its own
             devices, from its own slice of the source (see `ShardByMesh`).
-        read: The hosts that read a row (for a `MapDataset` or feeds). If a model axis spans hosts,
-            several hosts need the same rows. "needed": each host reads the rows that its devices
-            hold. "once": one host reads each row, and the devices exchange rows when the loop gets
-            the batch. The number of devices must then divide the rows of the padded batch.
-            On several TPU slices "once" is an error, because the network between them is slow.
-            "auto": "once" if the devices are in one slice and divide the batch, and "once" reads
-            fewer rows, else "needed". It is also "needed" with fewer feeds than hosts.
         timeout_s: Seconds that a host waits for another host, or for its own data, before it raises
             on several hosts. A host whose training loop is busy elsewhere is waited for ten times
             as long.
@@ -139,7 +131,6 @@ def shard_to(
         )
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
-    require_choice("read", read, get_args(ReadMode))
     threads, buffer_size = None, DevicePut.cpu_buffer_size
     if rows != LOCAL:
         ds, (threads, size) = _random_access(ds)
@@ -158,7 +149,7 @@ def shard_to(
     )
     try:
         pad = PadToDivisible(1, remainder, mask_key, pad_value=pad_value)
-        return _Chain(put, pad, read)(ds)
+        return _Chain(put, pad)(ds)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
 
@@ -168,44 +159,29 @@ class _Chain(Stage):
     """All four stages of `shard_to` as one: check the size, pad, keep this host's rows, place.
 
     Attributes:
-        put: The last stage, with most settings. Its `shardings` are the shardings of the batches
-            that the loop gets.
+        put: The last stage, with most settings.
         pad: The second stage. The kind of the pipeline decides the divisor, which replaces the
             divisor of this stage.
-        read: "auto", "needed" or "once", see `shard_to`.
     """
 
     put: DevicePut
     pad: PadToDivisible
-    read: ReadMode
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
         if self.put.rows == LOCAL:
             return self(as_stream(ds))
-        padded = self._padded(ds, self.put.shardings.layout().divisor)
-        return self._reading(padded, self.read)
+        return self._of_global_batches(ds)
 
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
-        layout, streams = self.put.shardings.layout(), ds.plan.streams
-        read = streams.way_to_read(self.read, layout)
+        streams = ds.plan.streams
         streams.check_options(self.put)
         if streams.yields(self.put) == LOCAL:  # the dataset yields this host's rows already
-            return self._padded(ds, len(layout.shards)).pipe(self.put)
-        return self._reading(self._padded(ds, layout.divisor), read)
+            return self._padded(ds, len(self.put.shardings.layout().shards)).pipe(self.put)
+        return self._of_global_batches(ds)
 
-    def _reading(self, padded: RowMapDataset | StreamDataset, read: ReadMode) -> ShardedDataset:
-        """Adds the last two stages to padded batches: keep this host's rows, and place them.
-
-        Args:
-            padded: The dataset after padding.
-            read: "needed": each host reads the rows that its devices need. "once": each row is
-                read once, and the devices then exchange rows. "auto" chooses.
-        """
-        target, put, plan = self.put.shardings, self.put, padded.plan
-        way = target.way_to_read(read, *plan.global_batch_sizes, num_feeds=plan.num_streams)
-        if way == "once":
-            put = replace(put, shardings=target.spread(), final_shardings=target)
-        return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
+    def _of_global_batches(self, ds: RowMapDataset | StreamDataset) -> ShardedDataset:
+        layout = self.put.shardings.layout()
+        return self._padded(ds, layout.divisor).pipe(ShardBatch(layout)).pipe(self.put)
 
     def _padded(self, ds: Any, num_shards: int) -> Any:
         """Adds the first two stages: check the batch size, and pad the batches.

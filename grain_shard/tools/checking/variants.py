@@ -46,7 +46,7 @@ def on_mesh(ds: ShardedDataset, shardings: ShardingTree) -> ShardedDataset:
         ShardingError: The shards of the mesh do not divide the batch.
     """
     kept = _kept(ds, shardings.layout())
-    return read_alone(_placed(ds, kept, shardings=shardings, final_shardings=None))
+    return read_alone(_placed(ds, kept, shardings=shardings))
 
 
 def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:

@@ -117,13 +117,11 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         )
     idle = _idle_share(measured)
     if idle >= _MOST:
-        once = 'compare with read="needed", because the devices exchange rows now.'
         return _verdict(
             "handover",
             f"during {idle:.0%} of the waiting no stage was at work: batches were ready, but"
             " something after the pipeline was not.",
             "move a .map that follows .shard_to before .batch, or into the step.",
-            *([once] if pipeline.reads_once else []),
             _SEND_LESS,
             "use a larger global batch if the training step is very short.",
         )
@@ -244,8 +242,10 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
             " makes whole batches, and keeps only some rows of each."
         )
     if stage == READ and pipeline.amplification > 1 and not pipeline.is_stream:
-        times = f"{pipeline.amplification:.3g}"
-        yield f'pass read="once": the hosts read every row {times} times now.'
+        yield (
+            f"make the mesh so that each host has all devices of a model axis: the hosts now read"
+            f" every row {pipeline.amplification:.3g} times."
+        )
     if stage == READ and pipeline.is_stream:
         yield (
             "add workers: for a stream by .mp_prefetch before .shard_to, for feeds by num_workers."

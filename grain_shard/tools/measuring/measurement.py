@@ -25,7 +25,6 @@ class Pipeline:
         num_workers: Number of worker processes that make the batches; 0 if threads make them.
         has_executor: True if an executor makes the batches.
         is_stream: True if batches can only be read in order, as in a stream or in feeds.
-        reads_once: True if every row is read on one host, and the devices then exchange rows.
         reads_other_rows: True if this host reads whole batches, and keeps only some of their rows.
         amplification: Rows that all hosts read together, divided by the rows of the batch.
     """
@@ -34,7 +33,6 @@ class Pipeline:
     num_workers: int = 0
     has_executor: bool = False
     is_stream: bool = False
-    reads_once: bool = False
     reads_other_rows: bool = False
     amplification: float = 1.0
 
@@ -46,7 +44,6 @@ class Pipeline:
             num_workers=ds.settings.num_workers,
             has_executor=ds.settings.executor is not None,
             is_stream=ds.num_batches() is None,
-            reads_once=ds.settings.final_shardings is not None,
             reads_other_rows=ds.host.reads_other_rows,
             amplification=ds.layout.amplification,
         )

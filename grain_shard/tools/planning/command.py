@@ -51,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--record-bytes", help="bytes of one record in the batch; default: unknown")
     remainder = "treatment of a short last batch; default: pad"
     add("--remainder", choices=("pad", "drop", "error"), default="pad", help=remainder)
-    read = "needed: each host reads the rows of its devices; once: each row is read once, and the"
-    read += " devices exchange rows; default: auto, which chooses"
-    add("--read", choices=("auto", "needed", "once"), default="auto", help=read)
     hardware = f"chip, to be warned if it wants more rows than a device holds: {_CHIPS}"
     add("--hardware", type=_chip, metavar="CHIP", help=hardware)
     compiled = (

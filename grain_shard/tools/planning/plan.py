@@ -1,23 +1,21 @@
 """`plan`: the rows that every host of a job will read, computed without the job.
 
-The plan comes from the code that `shard_to` runs. `ShardingTree` gives the rows of each host, and
-chooses between ``read="needed"`` and ``read="once"``. The stages of the chain give the number and
-size of batches.
+The plan comes from the code that `shard_to` runs. `ShardingTree` gives the rows of each host. The
+stages of the chain give the number and size of batches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import grain
 
-from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
+from grain_shard.errors import ShardingError, describe_spec, require_int
 from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_tree import ReadMode, ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.planning.result import Plan, PlannedReads, RowReads
 from grain_shard.tools.planning.topology import UNKNOWN_KIND
@@ -35,7 +33,6 @@ def plan(
     num_records: int,
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
-    read: ReadMode = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
@@ -51,8 +48,6 @@ def plan(
         num_records: Number of records of an epoch.
         record_bytes: Bytes of one record in the batch; None if unknown.
         remainder: Treatment of a short last batch: "pad", "drop" or "error".
-        read: "needed": each host reads the rows of its devices. "once": each row is read once, and
-            the devices exchange rows. "auto" chooses as `shard_to` does.
         hardware: The chip, for a warning if a device holds fewer rows than the chip wants. None
             finds the chip from the devices, and gives no such warning.
 
@@ -67,8 +62,8 @@ def plan(
         >>> from grain_shard import hosts_mesh
         >>> mesh = hosts_mesh({"data": 4, "model": 4}, hosts=8, devices_per_host=2)
         >>> planned = plan(mesh, global_batch_size=64, num_records=1000)
-        >>> planned.steps_per_epoch, planned.needed.amplification, planned.read
-        (16, 2.0, 'once')
+        >>> planned.steps_per_epoch, planned.reads.amplification
+        (16, 2.0)
         >>> planned.records(host=7, step=15)  # the last batch has 40 records
         array([], dtype=int64)
     """
@@ -76,10 +71,9 @@ def plan(
     require_int("num_records", num_records, 0)
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
-    require_choice("read", read, get_args(ReadMode))
     target = ShardingTree.of(mesh_or_sharding, spec)
-    read = target.way_to_read(read, global_batch_size)
-    layout = next(iter(target.layouts().values()))  # any host's: only batch sizes are taken from it
+    layouts = target.layouts()
+    layout = next(iter(layouts.values()))  # any host's: what is taken from it is the same for all
     size = layout.padded(global_batch_size)
     steps = _num_batches(num_records, global_batch_size, layout, remainder)
     held_records = min(num_records, steps * global_batch_size)
@@ -89,40 +83,30 @@ def plan(
     def bytes_of(rows: int) -> int | None:
         return None if record_bytes is None else rows * record_bytes
 
-    def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> PlannedReads:
-        def reads_of(host: int) -> RowReads:
-            rows = tuple(layouts[host].ranges(size))
-            of_full = _rows_with_records(rows, global_batch_size)
-            return RowReads(
-                host=host,
-                rows=rows,
-                rows_per_step=of_full,
-                rows_per_epoch=full * of_full + _rows_with_records(rows, rest),
-                bytes_per_step=bytes_of(of_full),
-            )
-
-        first = next(iter(layouts.values()))
-        return PlannedReads(
-            read=mode,
-            divisor=first.divisor,
-            padded_batch_size=size,
-            amplification=first.amplification,
-            hosts=tuple(map(reads_of, layouts)),
+    def reads_of(host: int) -> RowReads:
+        rows = tuple(layouts[host].ranges(size))
+        of_full = _rows_with_records(rows, global_batch_size)
+        return RowReads(
+            host=host,
+            rows=rows,
+            rows_per_step=of_full,
+            rows_per_epoch=full * of_full + _rows_with_records(rows, rest),
+            bytes_per_step=bytes_of(of_full),
         )
 
-    needed, once = reads("needed", target.layouts()), None
-    # If this raises an error, rows cannot be read once, and `once` stays None.
-    with contextlib.suppress(ShardingError):
-        target.way_to_read("once", global_batch_size)
-        once = reads("once", target.spread().layouts())
+    reads = PlannedReads(
+        divisor=layout.divisor,
+        padded_batch_size=size,
+        amplification=layout.amplification,
+        hosts=tuple(map(reads_of, layouts)),
+    )
     blocks = [num_shards(sharding) for sharding in target.named()] or [1]
     kind = devices[0].device_kind
     planned = Plan(
         device_kind=kind if hardware is None or kind != UNKNOWN_KIND else str(hardware),
         hardware=hardware or detect_hardware(devices[0]),
         num_devices=len(devices),
-        num_hosts=len(needed.hosts),
-        spans_slices=target.spans_slices,
+        num_hosts=len(layouts),
         mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in target.named())),
         num_records=num_records,
@@ -134,11 +118,9 @@ def plan(
         dropped_records_per_epoch=num_records - held_records,
         rows_per_device=size // max(blocks),
         device_bytes=bytes_of(size // min(blocks)),
-        read=read,
-        needed=needed,
-        once=once,
+        reads=reads,
         hosts_with_the_same_rows=tuple(
-            hosts for hosts in needed.hosts_by_rows().values() if len(hosts) > 1
+            hosts for hosts in reads.hosts_by_rows().values() if len(hosts) > 1
         ),
     )
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned, hardware)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.padding import Padding
@@ -57,10 +57,9 @@ class RowReads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedReads:
-    """The rows that all hosts read, with one setting of `read`.
+    """The rows that all hosts read.
 
     Attributes:
-        read: "needed" or "once".
         divisor: Number of shards that the rows of a batch are cut into.
         padded_batch_size: Rows of a batch, padding included.
         amplification: Average number of hosts that read a row: the rows that all hosts read for a
@@ -68,7 +67,6 @@ class PlannedReads:
         hosts: The reads of each host, by process index, ascending.
     """
 
-    read: Literal["needed", "once"]
     divisor: int
     padded_batch_size: int
     amplification: float
@@ -104,7 +102,6 @@ class Plan(InNotebooks):
         hardware: The chip; `HardwareType.UNKNOWN` if its critical batch size is not known.
         num_devices: Number of devices in the mesh.
         num_hosts: Number of hosts that have a device in the mesh.
-        spans_slices: True if the devices are in several TPU slices.
         mesh: Size of each mesh axis, by name.
         specs: The distinct specs of the leaves, as text.
         num_records: Number of records of an epoch.
@@ -118,10 +115,7 @@ class Plan(InNotebooks):
             specs, it is the smallest shard.
         device_bytes: Most bytes of a batch on one device. A device holds fewer if a spec also
             shards other dims than the rows. None without `record_bytes`.
-        read: The choice of `shard_to`: "needed" or "once".
-        needed: The reads with ``read="needed"``.
-        once: The reads with ``read="once"``. None if the devices do not divide the batch, or are in
-            several slices.
+        reads: The rows that the hosts read.
         hosts_with_the_same_rows: Groups of two or more hosts whose devices hold the same rows. A
             group is a tuple of process indices.
         warnings: Sentences that describe a problem and the change to make.
@@ -131,7 +125,6 @@ class Plan(InNotebooks):
     hardware: HardwareType
     num_devices: int
     num_hosts: int
-    spans_slices: bool
     mesh: Mapping[str, int]
     specs: tuple[str, ...]
     num_records: int
@@ -143,16 +136,9 @@ class Plan(InNotebooks):
     dropped_records_per_epoch: int
     rows_per_device: int
     device_bytes: int | None
-    read: Literal["needed", "once"]
-    needed: PlannedReads
-    once: PlannedReads | None
+    reads: PlannedReads
     hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...] = ()
-
-    @property
-    def reads(self) -> PlannedReads:
-        """The reads that `shard_to` chooses: the attribute `needed` or the attribute `once`."""
-        return self.once if self.once and self.read == "once" else self.needed
 
     def records(self, host: int, step: int) -> np.ndarray:
         """Returns the indices of the records that a host reads for a batch, ascending: int64[n].
@@ -190,7 +176,7 @@ class Plan(InNotebooks):
         return (
             f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
             f" mesh=({describe_mesh(self.mesh.items())}), specs=({', '.join(self.specs)}),"
-            f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
+            f" steps_per_epoch={self.steps_per_epoch},"
             f" warnings=<{len(self.warnings)}>)"
         )
 
@@ -200,9 +186,6 @@ class Plan(InNotebooks):
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Yields all tables of the plan for `rich`, with at most 16 groups of hosts."""
         yield FittingTable(["the job", ""], self._job_lines(), left=2)
-        columns = ["reading", "times each row is read", "rows a host reads a step", "bytes", ""]
-        ways = filter(None, (self.needed, self.once))
-        yield FittingTable(columns, map(self._reading_line, ways), left=1)
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
         yield FittingTable(["host", *columns], self._host_lines(), left=2)
         for warning in self.warnings:
@@ -210,8 +193,7 @@ class Plan(InNotebooks):
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
         axes = describe_mesh(self.mesh.items()) or "none"
-        hosts = f"{self.num_hosts:,} hosts" + " in several slices" * self.spans_slices
-        yield "devices", f"{self.num_devices:,} x {self.device_kind} on {hosts}"
+        yield "devices", f"{self.num_devices:,} x {self.device_kind} on {self.num_hosts:,} hosts"
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
         padding = f", padded to {size:,}" if size > rows else ""
@@ -224,20 +206,17 @@ class Plan(InNotebooks):
         if self.dropped_records_per_epoch:
             ends += f", {self.dropped_records_per_epoch:,} records dropped"
         yield "epoch", f"{self.steps_per_epoch:,} steps for {self.num_records:,} records; {ends}"
+        times = self.reads.amplification
+        on = "one host" if times == 1 else f"{times:.3g} hosts"
+        most = max(self.reads.hosts, key=lambda host: host.rows_per_step)
+        step = f"at most {most.rows_per_step:,} rows of a host in a step"
+        if most.bytes_per_step is not None:
+            step += f", {describe_bytes(most.bytes_per_step)}"
+        yield "reading", f"each row on {on}; {step}"
         groups, same = self.hosts_with_the_same_rows, "on no two hosts"
         if groups:
             same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
         yield "same rows", same
-
-    def _reading_line(self, reads: PlannedReads) -> tuple[str, ...]:
-        most = max(reads.hosts, key=lambda host: host.rows_per_step)
-        return (
-            f'read="{reads.read}"',
-            f"{reads.amplification:.3g}",
-            f"{most.rows_per_step:,}",
-            describe_bytes(most.bytes_per_step),
-            "<- .shard_to" if reads.read == self.read else "",
-        )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
         """Yields a line for each group of hosts that read the same rows, for the first 16 groups.

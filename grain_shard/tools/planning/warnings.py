@@ -23,26 +23,13 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
             the user has to ask for this warning.
     """
     size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
-    needed = sum(host.rows_per_step for host in plan.needed.hosts)
-    if needed > plan.global_batch_size:  # a row is read more than once
-        times = f"{plan.needed.amplification:.3g} times"
-        why = "because a mesh axis that does not shard the batch spans hosts"
-        if plan.read == "once":
-            yield (
-                f'read="needed" would read each row {times}, {why}. .shard_to reads each row'
-                " once, and the devices exchange rows in one more collective per step."
-            )
-        elif plan.spans_slices:
-            yield (
-                f"each row is read {times}, {why}. Slices exchange no rows. So shard the batch over"
-                " that axis, too: name the axis in the first entry of the spec."
-            )
-        else:
-            yield (
-                f"each row is read {times}, {why}. Use {_larger_batch(plan, plan.num_devices)},"
-                ' which is divisible by the number of devices, and read="auto": each row is then'
-                " read once, and the devices exchange rows."
-            )
+    if plan.reads.amplification > 1:
+        yield (
+            f"each row is read {plan.reads.amplification:.3g} times, because a mesh axis that does"
+            " not shard the batch spans hosts. Order the devices of the mesh so that a host has all"
+            " devices of that axis, or shard the batch over it, too: name the axis in the first"
+            " entry of the spec."
+        )
     if hardware not in (None, HardwareType.UNKNOWN, HardwareType.CPU):
         shortfall = hardware.shortfall(plan.rows_per_device)
         if shortfall is not None:

@@ -124,9 +124,6 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
-    if layout.num_hosts > 1:
-        once = settings.final_shardings is not None
-        yield "read", "once, then moved by the devices" if once else "what each host needs"
     if why_not := ds.host.contents.why_not:
         yield "contents", f"not compared: {why_not}"
     if why := ds.host.why_unsaved():
