@@ -6,6 +6,7 @@ the row's record has failed, as before ``.to_iter_dataset``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import grain
@@ -23,21 +24,22 @@ class FeedIterator(grain.DatasetIterator):
 
     Args:
         feed: The feed.
+        records: The streams of records of which the feed is made.
         faults: The rules for failed reads.
     """
 
-    def __init__(self, feed: grain.IterDataset, faults: Faults):
+    def __init__(self, feed: grain.IterDataset, records: Iterable[RecordStream], faults: Faults):
         super().__init__()
         self._rows, self._faults = iter(feed), faults
-        records = before_rows(feed)
-        self._records = records if isinstance(records, RecordStream) else None
+        below = before_rows(feed)
+        self._records = next((stream for stream in records if stream is below), None)
 
     def __next__(self) -> Any:
         while True:
             row = read_arrays(next(self._rows), self._faults)
             if type(row) is not Unreadable:
                 return row
-            # Without a `RecordStream` it is unknown which record became the row.
+            # In a feed that packs or mixes, for example, it is unknown which record is in the row.
             if self._records is None:
                 Raised.of(row.error).throw()
             self._records.leave_out(row)

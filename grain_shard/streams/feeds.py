@@ -193,9 +193,11 @@ class Feeds(Streams):
     def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
             limits = Limits(reads_ahead=nodes.has_threads(options))
-            return RecordStream(reads, number, records, limits)
+            made.append(RecordStream(reads, number, records, limits))
+            return made[-1]
 
-        return FeedIterator(replace_read_ahead(self.make(number), read), reads.faults)
+        made: list[RecordStream] = []
+        return FeedIterator(replace_read_ahead(self.make(number), read), made, reads.faults)
 
     def lacks(self, numbers: Sequence[int]) -> str:
         return (
