@@ -64,7 +64,7 @@ class Batches:
     def known(self) -> Known:
         return Known(self.taken + BUFFERED, None)
 
-    def wait_for(self, has_come: Callable[[], bool], wait_s: float) -> bool:
+    def wait_for(self, has_come: Callable[[], bool]) -> bool:
         assert has_come()
         return True
 
@@ -94,6 +94,7 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
         remainder="pad",
         same_rows=False,
         padding=lambda before: None,
+        require_voters=lambda missing: None,
     )
     votes = ends._votes
     meet()

@@ -27,18 +27,6 @@ def user_frame() -> tuple[FrameType | None, int]:
     return frame, level
 
 
-def program_line(frame: FrameType | None) -> str:
-    """Returns the innermost line of the user's program on a stack, as ``train.py:17``.
-
-    Args:
-        frame: The innermost frame of the stack.
-
-    Returns:
-        The line; "" if all frames are of this package, of installed ones, or of Python itself.
-    """
-    return next((_line(frame) for frame in _outwards(frame) if not _is_installed(frame)), "")
-
-
 def lines_in_pipelines() -> list[str]:
     """Returns the lines at which threads are in functions that this package or Grain has called.
 

@@ -3,7 +3,6 @@
 On hosts that are processes, with hosts that fail, stall or leave: test_hosts_streams.py.
 """
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard.errors import AgreementError, ShardingError
+from grain_shard.errors import HostTimeoutError, ShardingError
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.padding import Padding
 from grain_shard.stats.meter import Meter
 from grain_shard.threads.background import in_background
 from grain_shard.threads.tasks import Items
-from tests.conftest import HANG_S, eventually
+from tests.conftest import eventually
 from tests.on_hosts import KeyValues
 
 
@@ -33,6 +32,7 @@ def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad", placed=None)
         remainder=remainder,
         same_rows=False,
         padding=lambda before: "padding",
+        require_voters=lambda missing: None,
     )
 
 
@@ -91,21 +91,17 @@ def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
     assert next(batches, "the end") == "the end"
 
 
-def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_it():
-    goes_on, in_time = threading.Event(), []
-
-    def stalled():
-        in_time.append(goes_on.wait(HANG_S))
-        yield from ()
-
-    rounds = KeyValues().rounds(0, 2, timeout_s=0.1)
-    rounds.put_once("0 verdict", {"error": "host 0 had no data"})
-    batches = agreed(stalled(), rounds)
-    with pytest.raises(AgreementError, match="had no data"):
-        next(batches)
-    goes_on.set()
-    batches.close()
-    assert in_time == [True]
+def test_a_host_that_does_not_vote_is_waited_for_ten_times_as_long_after_the_first_vote():
+    store = KeyValues()
+    votes = agreed(range(20), store.rounds(0, 3, timeout_s=60.0))._votes
+    store.rounds(2, 3).put("0", 4)
+    with pytest.raises(HostTimeoutError, match="hosts 0, 1 did not answer in time"):
+        store.of_host(0, lambda: votes.loop_waits(61.0))
+    votes.loop_waits(59.0)
+    votes.number = 1
+    votes.loop_waits(599.0)
+    with pytest.raises(HostTimeoutError, match="hosts 0, 1, 2 did not answer in time"):
+        store.of_host(0, lambda: votes.loop_waits(601.0))
 
 
 def test_an_error_of_a_comparison_comes_in_place_of_the_end():

@@ -426,6 +426,32 @@ def test_a_timeout_names_the_hosts_that_still_ran_and_where_they_stood(
         assert any("train.py" in line and "in wait_for_the_others" in line for line in said)
 
 
+def test_a_failure_shows_which_batch_the_loop_of_each_host_got_last(script):
+    path = script("""
+        import jax
+        jax.distributed.initialize()
+        import grain, grain_shard
+        from jax.experimental import multihost_utils
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices())
+        ds = grain.MapDataset.range(12).map(lambda i: {"x": i}).batch(4).shard_to(mesh)
+        list(ds)
+        batches = iter(ds)
+        next(batches), next(batches)
+        if host == 1:
+            next(batches), next(batches, None)
+        multihost_utils.sync_global_devices("all have got theirs")
+        if host == 0:
+            raise ValueError("mine")
+        time.sleep(1000)
+    """)
+    result = rehearse.run_script([path], hosts=2, timeout_s=HOSTS_S)
+    assert result.verdict() == [
+        "host 0 failed first, with exit code 1",
+        "host 0 got batch 2 of iterator 2, and its script has ended",
+        "host 1 got all 3 batches of iterator 2",
+    ]
+
+
 def test_a_host_that_only_hears_of_a_failure_is_not_the_first(script, tmp_path):
     """Although it ends sooner than the one that has failed, whose `finally` takes a while."""
     os.mkfifo(tmp_path / "message")

@@ -13,25 +13,18 @@ or has reached its end. So after each vote the training loops can go on, or the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
-from grain_shard.hosts.rounds import Rounds
+from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
 from grain_shard.threads.background import Background, in_background
-from grain_shard.threads.tasks import Known, Producer
+from grain_shard.threads.tasks import Producer
 
 T = TypeVar("T")
-
-# Most seconds that the voting thread waits for batches in one call. Between two calls it checks if
-# it was stopped, and if it has to tell the other hosts that this host still waits for data.
-_SLICE_S = 0.5
 
 
 def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str, str]:
@@ -87,29 +80,43 @@ class _Votes(Producer[int]):
             before it is on the devices.
         rounds: The rounds in which the hosts vote.
         decide: Returns the verdict on the votes of all hosts.
+        require_voters: Raises an error if one of the hosts that its argument returns has ended.
 
     Attributes:
         agreed: Number of batches that all hosts have agreed to hand out.
         handed_out: Number of batches that the training loop has got.
         number: Number of votes that are over.
-        absences: Finds the hosts that will not vote.
     """
 
-    def __init__(self, read: Background[Any], rounds: Rounds, decide: Callable[[Answers], Any]):
+    def __init__(
+        self,
+        read: Background[Any],
+        rounds: Rounds,
+        decide: Callable[[Answers], Any],
+        require_voters: Callable[[Callable[[], list[int]]], None],
+    ):
         self._read, self._rounds, self._decide = read, rounds, decide
-        self.absences = Absences(rounds)
+        self._require_voters = require_voters
         self.agreed = self.handed_out = self.number = 0
         self._stopped = False
 
-    def loop_waits(self, waits: bool) -> None:
-        """Notes that the training loop begins to wait for a vote, or ends its wait.
+    def loop_waits(self, waited_s: float) -> None:
+        """Raises an error if the training loop waits for the other hosts in vain.
+
+        It waits for `timeout_s` at the first batch, and ten times as long later, because the loop
+        of another host may be busy.
 
         Args:
-            waits: True if the loop has used up the batches agreed on, and waits.
+            waited_s: Seconds for which the loop has waited.
+
+        Raises:
+            AgreementError: The process of another host has ended.
+            HostTimeoutError: Another host did not vote in time.
         """
-        self.absences.loop_waits_since = time.monotonic() if waits else None
-        if waits:
-            self._read.wake()  # `_is_worth_a_vote` may return True now
+        round_, times = str(self.number), LOOPS_MAY_TAKE if self.number else 1
+        self._require_voters(lambda: self._rounds.missing(round_))
+        if waited_s > times * self._rounds.timeout_s:
+            raise self._rounds.late(self._rounds.missing(round_))
 
     def __next__(self) -> int:
         more = self._vote(str(self.number))
@@ -134,40 +141,20 @@ class _Votes(Producer[int]):
                 agreed on.
             AgreementError: The verdict is an error.
         """
-        known = self._wait_for_batches(round_)
-        if known is None:
+        if not self._read.wait_for(self._is_worth_a_vote):
             return None
+        known = self._read.known()
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
-            with contextlib.suppress(AgreementError):  # raised if the store is gone
-                self._rounds.fail(round_, describe_error(known.end))
             raise known.end
         self._rounds.put(round_, max(0, ready))
         more = self._rounds.verdict(
-            round_,
-            self._decide,
-            absent=lambda: self.absences.absent(round_, is_first=not self.number),
-            stopped=lambda: self._stopped,
+            round_, self._decide, stopped=lambda: self._stopped, patience=math.inf
         )
         if more and self.number:
             # All hosts have voted again, so all have read the previous verdict.
             self._rounds.forget(str(self.number - 1))
         return more
-
-    def _wait_for_batches(self, round_: str) -> Known | None:
-        """Waits for new batches, or for the end, to vote on.
-
-        Args:
-            round_: The round of the next vote.
-
-        Returns:
-            The batches known by then; None if the iterator was stopped.
-        """
-        while not (came := self._read.wait_for(self._is_worth_a_vote, _SLICE_S)):
-            if self._stopped or came is False:
-                return None
-            self.absences.without_data(round_)
-        return self._read.known()
 
     def _is_worth_a_vote(self) -> bool:
         """Returns True if a vote about the new batches is due.
@@ -197,6 +184,7 @@ class AgreedEnd(Producer[T]):
         same_rows: True if every host produces the same batches, so that all have to end at once.
         padding: Returns a batch of padding on the devices. Its argument is the number of batches of
             padding before this one.
+        require_voters: Raises an error if one of the hosts that its argument returns has ended.
         on_wait: Called about once a second while the loop waits for data of this host, with the
             seconds that the wait has lasted; None for no call.
     """
@@ -210,15 +198,20 @@ class AgreedEnd(Producer[T]):
         remainder: str,
         same_rows: bool,
         padding: Callable[[int], T],
+        require_voters: Callable[[Callable[[], list[int]]], None],
         on_wait: Callable[[float], None] | None = None,
     ):
         decider = functools.partial(decide, remainder, same_rows)
         self._placed, self._read, self._padding = placed, read, padding
         self._on_wait = on_wait
-        self._counter, self._votes = counter(), _Votes(read, rounds, decider)
+        self._counter, self._votes = counter(), _Votes(read, rounds, decider, require_voters)
         self._agreed = 0
         self._voting = in_background(
-            lambda agreed: agreed, self._votes, buffer_size=2, name="grain-shard-agreement"
+            lambda agreed: agreed,
+            self._votes,
+            buffer_size=2,
+            name="grain-shard-agreement",
+            on_wait=self._votes.loop_waits,
         )
 
     def start(self) -> None:
@@ -246,19 +239,19 @@ class AgreedEnd(Producer[T]):
 
         Raises:
             StopIteration: All hosts end, or the iterator was stopped.
-            AgreementError: A host has failed or is late, or a stream ended early and `decide` makes
-                that an error.
+            AgreementError: The process of a host has ended, a host is late, or a stream ended early
+                and `decide` makes that an error.
         """
         taken = self.taken
         self.start()
+        self._read.wake()  # the voting thread may have enough batches for a vote now
 
         def need_not_wait() -> bool:
-            # The votes may end before this host has a batch, if the other hosts stopped waiting.
+            # The votes may end before this host has a batch, if another host has failed.
             own, votes = self._read.known(), self._voting.known()
             return own.results > taken or (own.end, votes.end) != (None, None)
 
         try:
-            self._votes.loop_waits(True)
             self._read.wait_for(need_not_wait, on_wait=self._on_wait)
             # From here on this host waits only for the votes of other hosts.
             with counted_by(self._counter), span(AGREE):
@@ -269,8 +262,6 @@ class AgreedEnd(Producer[T]):
             if own.end is not None and own.results <= taken:
                 next(self._placed)  # raises its end, which may be an error of a later comparison
             raise
-        finally:
-            self._votes.loop_waits(False)
 
     def stop(self) -> None:
         self._voting.stop()

@@ -1,11 +1,11 @@
 """`Listener`: the thread of a process that hears of other hosts, for all its iterators.
 
-A process whose training loop raises an error of its own tells the other hosts at its exit. It then
-skips the usual exit, in which JAX would wait for the other hosts for minutes. A process that leaves
-the loop waits at its exit until the others have left at the same batch, as JAX would. If the others
-go on, it skips the usual exit, too, and its status is not 0. The hosts did not run one program.
-A process that goes on after a failure looks at its exit if another process has skipped the usual
-exit. Then JAX would wait for it in vain.
+Each host has one value in the key-value store, which all hosts read about once a second: the errors
+of its iterators, and, once its process ends, the batches at which it left them.
+
+After a failure, a process skips the usual exit, in which JAX would wait for the other hosts for
+minutes, and its status is 1. Only if no process ends by an error, and all of them end within 14
+seconds, the exit is the usual one: then all have handled the failure.
 """
 
 from __future__ import annotations
@@ -13,209 +13,171 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
 from absl import logging
 
-from grain_shard.errors import AgreementError
-from grain_shard.hosts import exits
-from grain_shard.hosts.progress import LoopProgress
-from grain_shard.hosts.rounds import Store
+from grain_shard.errors import AgreementError, describe_error
+from grain_shard.hosts.alarm import Alarm
+from grain_shard.hosts.blocked import end_process
+from grain_shard.hosts.ends import AgreedEnd
+from grain_shard.hosts.rounds import Rounds, Store
+from grain_shard.threads.background import Background
 
-# Keys of the store: the messages for a host, by the numbers of host and message; and the topic
-# under which hosts confirm that they heard of the failure of an iterator, by the iterator's name.
-_MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
-# The topic under which each host says, at its exit, if it skips the usual exit.
-_SKIPS = "skips"
-# Milliseconds between two looks at the places of the hosts, in the run and at the exit. With more
-# than 250 hosts it is four milliseconds for each host, because the process of the first host has to
-# serve the calls of all hosts.
-_TURN_MS, _TURN_AT_EXIT_MS, _MS_FOR_A_HOST = 1_000, 200, 4
-# Most seconds that the first process waits for the other hosts to receive an error, and seconds
-# between two checks. The store is in the first process, and ends with it.
-_HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
+# The topic under which each host tells the others of errors and of its end.
+_TOLD = "told"
+# Seconds between two looks. With more than 250 hosts it is four milliseconds for each host, because
+# the process of the first host has to serve the calls of all hosts.
+_TURN_S, _FOR_A_HOST_S, _TURN_AT_EXIT_S = 1.0, 0.004, 0.2
+# Most seconds after a failure for which the first process waits until the others have ended. The
+# store is in the first process, and ends with it.
+_OTHERS_END_S = 14.0
 # Most seconds that a process waits at its exit for the listening thread to end; and for the other
-# hosts to leave the loop, too. Then JAX waits for them as long again.
-_JOIN_S, _OTHERS_LEAVE_S = 30.0, 300.0
-
-
-class Hears(Protocol):
-    """The alarm of an iterator, as its listener knows it; `Alarm` describes the attributes."""
-
-    series: str
-    others: list[int]
-    all_know: bool
-    is_agreed: bool
-    progress: LoopProgress
-
-    def hear(self, text: str) -> None: ...
-    def sound(self, error: BaseException) -> None: ...
-    def leave(self, why: str) -> None: ...
-    def look(self, *, at_exit: bool = False) -> None: ...
+# hosts to leave their loops, too. Then JAX waits for them for 300 seconds.
+_JOIN_S, _OTHERS_LEAVE_S = 30.0, 60.0
 
 
 class Listener:
-    """The thread of a process that receives the failures of other hosts, for all its iterators.
+    """The thread of a process that tells and hears of failures, for all its iterators.
 
-    The store has numbered messages for each host. To end the thread, the host writes a message to
-    itself. The thread must end before the interpreter does: with Python 3.11, a thread that returns
-    from a call into the runtime after that aborts the process ("FATAL: exception not rethrown").
-
-    Attributes:
-        alarms: The alarm of each iterator that is open, or that other hosts may not have left yet,
-            by the iterator's name.
-        asked: Number of times that an iterator of this process was asked for a batch.
-        left_last: The alarm of the last iterator that was closed before its end; None if there is
-            none.
+    The thread must end before the interpreter does: with Python 3.11, a thread that returns from a
+    call into the runtime after that aborts the process ("FATAL: exception not rethrown").
     """
 
     def __init__(self):
         self._store = Store()
-        self.asked: int = 0
-        self.alarms: dict[str, Hears] = {}
-        self.left_last: Hears | None = None
-        self._heard = 0  # number of messages that were received
-        self._has_failed = False  # True once an iterator has failed on any host
-        self._look_at = 0.0
-        self._turn_ms = max(_TURN_MS, _MS_FOR_A_HOST * jax.process_count())
+        # By name: the iterators that are open, and those that other hosts may not have left yet.
+        self._alarms: dict[str, Alarm] = {}
+        # Errors by iterator. Once this process ends: the number of batches that each of its loops
+        # was handed that did not come to the end of the data, the error that ended it, and if it
+        # skips the usual exit.
+        self._told: dict[str, Any] = {"failed": {}, "left": None, "error": None, "skips": False}
+        self._another_skips = False
+        self._telling = threading.Lock()
+        self._failed_at = 0.0  # time at which a host failed; 0 if none has
+        at_least_s = _FOR_A_HOST_S * jax.process_count()
+        self._turn_s = max(_TURN_S, at_least_s)
+        self._turn_at_exit_s = max(_TURN_AT_EXIT_S, at_least_s)
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        exits.note_exits()
         # Exit hooks run in reverse order. So this hook runs before the hook of JAX, which waits for
         # all hosts.
         atexit.register(self._at_exit)
 
-    def tell(self, series: str, hosts: Sequence[int], text: str) -> None:
-        """Sends an error to other hosts of an iterator.
+    def open(
+        self,
+        rounds: Rounds,
+        stage: Background[Any] | AgreedEnd[Any],
+        first: int,
+        total: int | None,
+    ) -> Alarm:
+        """Returns the alarm of a new iterator; the arguments are those of `Alarm`."""
+        alarm = Alarm(rounds, stage, first, total, functools.partial(self._tell, rounds.name))
+        self._alarms[alarm.series] = alarm
+        return alarm
 
-        Args:
-            series: The name of the iterator.
-            hosts: The hosts.
-            text: The error for these hosts.
+    def agreed(self) -> None:
+        """Notes that the hosts have begun an iterator together.
+
+        So they have handled all failures before, and have left the iterators that are closed here.
         """
-        self._has_failed = True
+        for alarm in list(self._alarms.values()):
+            if alarm.is_closed:
+                self._alarms.pop(alarm.series, None)
+        self._failed_at = 0.0
+        if self._told["failed"]:
+            with self._telling:
+                self._told["failed"] = {}
+                self._store.delete(f"{_TOLD}/{self._store.host}")
+
+    def _tell(self, series: str, text: str) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
         try:
-            for host in hosts:
-                self._write(host, {"series": series, "text": text})
+            with self._telling:
+                self._told["failed"][series] = text
+                self._store.put(_TOLD, self._told)
         except AgreementError as failure:
             logging.error("grain_shard: other hosts could not be told of a failure: %s", failure)
 
-    def _write(self, host: int, message: dict[str, Any]) -> None:
-        """Writes a message for a host, under the first free number."""
-        keys = (_MESSAGE.format(host, number) for number in itertools.count())
-        next(key for key in keys if self._store.put_once(key, message))
-
     def _listen(self) -> None:
-        while True:
+        while not self._is_over.wait(self._turn_s):
             try:
-                if not self._turn(self._turn_ms, at_exit=False):
-                    return
+                self._look()
+                asked = sum(alarm.asked for alarm in list(self._alarms.values()))
+                blocked = [a.is_blocked(asked, self._turn_s) for a in list(self._alarms.values())]
             except AgreementError:  # raised if the runtime has ended
                 return
             except Exception:
                 logging.exception("grain_shard: a report of another host could not be handled")
+            else:
+                if any(blocked):
+                    self._end()
 
-    def _turn(self, turn_ms: int, *, at_exit: bool) -> bool:
-        """Waits for one message and handles it; looks at the places of the hosts if that is due.
-
-        Returns:
-            False if this process has told its listening thread to end.
+    def _look(self) -> bool:
+        """Hears what the other hosts have told; returns True if all processes have ended.
 
         Raises:
             AgreementError: The runtime has ended.
         """
-        message = self._store.wait(_MESSAGE.format(self._store.host, self._heard), turn_ms)
-        if message == {}:
-            return False
-        if message:
-            self._heard += 1
-            self._has_failed = True
-            self._store.put(_HEARD.format(message["series"]), "")
-            if (alarm := self.alarms.get(message["series"])) is not None:
-                alarm.hear(message["text"])
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + turn_ms / 1e3
-            for alarm in list(self.alarms.values()):
-                if not alarm.all_know:
-                    alarm.look(at_exit=at_exit)
-        return True
+        told = self._store.get_all(_TOLD)
+        for host, of_host in told.items():
+            for series, text in of_host["failed"].items():
+                if (alarm := self._alarms.get(series)) is not None and not alarm.all_know:
+                    self._failed_at = self._failed_at or time.monotonic()
+                    alarm.hear(text)
+            for series, batches in (of_host["left"] or {}).items():
+                if host != self._store.host and series in self._alarms:
+                    self._alarms[series].hear_end(host, batches, of_host["error"])
+        self._another_skips = any(of_host["skips"] for of_host in told.values())
+        return sum(h["left"] is not None for h in told.values()) == jax.process_count()
 
     def _at_exit(self) -> None:
-        unhandled = exits.unhandled()
-        # Most likely the unhandled error has closed the iterator of `left_last`.
-        known = (*self.alarms.values(), self.left_last)
-        alarms = [alarm for alarm in known if alarm is not None and not alarm.progress.is_at_end]
-        if unhandled is not None and alarms:
-            for alarm in alarms:
-                alarm.sound(unhandled)
-            self._wait_for_others(alarms)
-            self._end()
-        with contextlib.suppress(AgreementError):
-            self._write(self._store.host, {})
+        self._is_over.set()
         self._thread.join(_JOIN_S)
+        # This error may be old. Only the way in which this process ends depends on it.
+        error = getattr(sys, "last_value", None)
+        skips, all_ended, begun = False, False, time.monotonic()
         with contextlib.suppress(AgreementError):
-            self._wait_until_all_left()
-            self._store.put(_SKIPS, False)
-            if self._has_failed and self._others_skip():
-                self._end()
-
-    def _wait_until_all_left(self) -> None:
-        """Waits until all hosts have left all iterators; ends the process if they go on."""
-        self._heard += 1  # the empty message
-        alarms = [a for a in self.alarms.values() if a.is_agreed and not a.all_know]
-        for alarm in alarms:
-            alarm.leave("its program ended")
-        self.alarms = {alarm.series: alarm for alarm in alarms}
-        until, self._look_at = time.monotonic() + _OTHERS_LEAVE_S, 0.0
-        turn_ms = max(_TURN_AT_EXIT_MS, _MS_FOR_A_HOST * jax.process_count())
-        while self.alarms and not any(alarm.all_know for alarm in alarms):
-            self._turn(turn_ms, at_exit=True)
-            if time.monotonic() > until:
-                return
-        if any(alarm.all_know for alarm in alarms):
-            self._wait_for_others(alarms)
+            waits = self._tell_end(error)
+            while (waits or self._failed_at) and not (skips or all_ended):
+                time.sleep(self._turn_at_exit_s)
+                all_ended, waited_s = self._look(), time.monotonic() - begun
+                if self._failed_at:
+                    skips = bool(error) or self._another_skips or waited_s > _OTHERS_END_S
+                else:
+                    waits = waited_s < _OTHERS_LEAVE_S
+        if self._failed_at and (skips or not all_ended):
             self._end()
 
-    def _end(self) -> NoReturn:
-        """Ends this process without the usual exit, and tells the other hosts."""
-        with contextlib.suppress(AgreementError):
-            self._store.put(_SKIPS, True)
-        status = exits.status() if exits.unhandled() is None else 1
-        if not status:
-            logging.error("grain_shard: so this process ends with status 1, and not with 0.")
-        exits.end(status or 1)
-
-    def _others_skip(self) -> bool:
-        """Waits for the exits of all hosts; returns True if one of them skips the usual exit."""
-        begun, skips = time.monotonic(), self._store.get_all(_SKIPS)
-        while len(skips) < jax.process_count():
-            # Once a host has skipped it, the others have a little time to receive the error.
-            if time.monotonic() > begun + (_HEARD_S if any(skips.values()) else _JOIN_S):
-                break
-            time.sleep(_LOOK_AGAIN_S)
-            skips = self._store.get_all(_SKIPS)
-        return any(skips.values())
-
-    def _wait_for_others(self, alarms: Sequence[Hears]) -> None:
-        """On host 0, waits until all other hosts have received an error, 5 seconds at most.
+    def _tell_end(self, error: BaseException | None) -> bool:
+        """Tells that this process ends; returns True if other hosts may not have left its loops.
 
         Args:
-            alarms: The alarms of the iterators that failed.
+            error: The last error that nothing handled; None if there was none.
         """
-        until = time.monotonic() + _HEARD_S
-        if self._store.host != 0:
-            return
+        left = {a.series: a.taken for a in list(self._alarms.values()) if a.may_go_on}
+        said = error and describe_error(error).partition("\n")[0]
+        self._put(left=left, error=said)
+        return bool(left)
+
+    def _put(self, **told: Any) -> None:
+        with self._telling:
+            self._told |= told
+            self._store.put(_TOLD, self._told)
+
+    def _end(self) -> NoReturn:
+        """Ends this process without the usual exit, on the first host after all others."""
         with contextlib.suppress(AgreementError):
-            for alarm in alarms:
-                while len(self._store.get_all(_HEARD.format(alarm.series))) < len(alarm.others):
-                    if time.monotonic() > until:
-                        return
-                    time.sleep(_LOOK_AGAIN_S)
+            self._put(left=self._told["left"] or {}, skips=True)
+            until = self._failed_at + _OTHERS_END_S
+            while self._store.host == 0 and not self._look() and time.monotonic() < until:
+                time.sleep(self._turn_at_exit_s)
+        end_process()
 
 
 @functools.lru_cache(maxsize=1)  # by the client, as a restarted JAX runtime has a new one

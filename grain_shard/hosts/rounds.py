@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,6 @@ _GRACE_S = 5.0
 _FOLDER = "grain_shard"
 # The topic under which each host describes the iterator that it opened last.
 _OPENED = "opened"
-# The answer of a host that failed is a dict with this key. The value is the text of the error.
-_FAILED = "failed"
 
 
 @contextlib.contextmanager
@@ -142,7 +140,6 @@ class Rounds(Store):
         hosts: The argument `hosts`, as a list.
         timeout_s: The argument `timeout_s`.
         name: The iterator's name, the same on all hosts; "" before `begin`.
-        has_failed: True once this host has said in a round that it failed.
         is_leader: True on the first host.
     """
 
@@ -152,7 +149,7 @@ class Rounds(Store):
         self.timeout_s: float = timeout_s
         self._series = series
         self.is_leader: bool = self.host == self.hosts[0]
-        self.name, self.has_failed = "", False
+        self.name = ""
 
     def begin(self, kind: str) -> None:
         """Names the iterator, and puts its description into the store.
@@ -176,62 +173,37 @@ class Rounds(Store):
         answers = self.get_all(round_)
         return [host for host in self.hosts if host not in answers] or self.hosts[:1]
 
-    def fail(self, round_: str, text: str) -> None:
-        """Answers a round with an error of this host, and does not wait for a verdict.
-
-        The verdict of the round is then an error on every host.
-
-        Args:
-            round_: The round.
-            text: The error.
-        """
-        self.has_failed = True
-        self.put(round_, {_FAILED: text})
-        if self.is_leader:
-            self._try_verdict(round_, lambda answers: None)
-
     def verdict(
         self,
         round_: str,
         decide: Callable[[Answers], Any],
         *,
-        absent: Callable[[], Mapping[int, str]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
-        patience: int = 1,
+        patience: float = 1.0,
     ) -> Any:
         """Waits for the verdict of a round.
-
-        If a host answers that it failed, the verdict is an error, and no other host is waited for.
 
         Args:
             round_: The round.
             decide: Computes the verdict from the answers, by host. The verdict has to be a value
                 that `json.dumps` takes. Only the first host calls this function.
-            absent: Returns the hosts that this host stops waiting for, each with the reason. The
-                result is empty while this host goes on waiting. If the argument is None, this host
-                stops waiting for all missing hosts after `patience` times `timeout_s`. A host that
-                is not the first waits 5 seconds longer, because the first host's verdict may come
-                late.
             stopped: Returns True to end the wait without a verdict.
-            patience: Number of times `timeout_s` that this host waits, if `absent` is None.
+            patience: Number of times `timeout_s` that this host waits. A host that is not the first
+                waits 5 seconds longer, because the first host's verdict may come late.
 
         Returns:
             The verdict; None if `stopped` ended the wait.
 
         Raises:
-            AgreementError: The verdict is ``{"error": message}``, or a host has failed.
+            AgreementError: The verdict is ``{"error": message}``.
             HostTimeoutError: A host did not answer in time. The message names the host.
         """
         wait_s = patience * self.timeout_s + (0.0 if self.is_leader else _GRACE_S)
         until = time.monotonic() + wait_s
-
-        def late() -> Mapping[int, str]:
-            return dict.fromkeys(self.missing(round_), "") if time.monotonic() > until else {}
-
         while not stopped():
             verdict = self._try_verdict(round_, decide)
-            if verdict is None and (silent := (absent or late)()):
-                verdict = self._settle(round_, {"silent": silent})
+            if verdict is None and time.monotonic() > until:
+                verdict = self._settle(round_, {"silent": self.missing(round_)})
             if verdict is not None:
                 return self._checked(verdict)
         return None
@@ -239,8 +211,8 @@ class Rounds(Store):
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
         """Waits for the verdict for half a second at most, or longer with over 500 hosts.
 
-        The first host computes the verdict and posts it, once all hosts have answered or one of
-        them has failed. Until then, it waits for one missing answer in each call.
+        The first host computes the verdict and posts it, once all hosts have answered. Until then,
+        it waits for one missing answer in each call.
 
         Returns:
             The verdict; None if there is no verdict yet.
@@ -250,25 +222,14 @@ class Rounds(Store):
             return self.wait(_verdict(round_), slice_ms)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
-        failed = {h: a[_FAILED] for h, a in answers.items() if isinstance(a, dict) and _FAILED in a}
-        if missing and not failed:
+        if missing:
             # This waits for one of the missing answers. When it has come, most of the others have,
             # too. The next call looks which answers are still missing.
             self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
-        lines = [f"  host {host}: {text}" for host, text in failed.items()]
-        error = {"error": "\n".join([f"{hosts_text(failed)} failed.", *lines])}
-        verdict = self._settle(round_, error if failed else decide(answers))
+        verdict = self._settle(round_, decide(answers))
         self.delete(f"{round_}/")
         return verdict
-
-    def check(self, round_: str) -> None:
-        """Raises an error if the other hosts have stopped waiting for this host in a round.
-
-        Raises:
-            HostTimeoutError: The other hosts have stopped waiting.
-        """
-        self._checked(self.wait(_verdict(round_), wait_ms=1))
 
     def forget(self, round_: str) -> None:
         """Deletes the verdict of a round. Call it only after all hosts have read the verdict.
@@ -291,40 +252,39 @@ class Rounds(Store):
         return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)
 
     def _checked(self, verdict: Any) -> Any:
-        """Returns a verdict, unless it is an error.
-
-        Args:
-            verdict: The verdict. Under "silent" it may have the hosts that did not answer in time,
-                each with the reason, which may be "".
+        """Returns a verdict, unless it is an error, which all hosts raise.
 
         Raises:
             AgreementError: The verdict is ``{"error": message}``.
-            HostTimeoutError: Hosts did not answer in time. The message has the reasons. It also
-                names differences between the iterators that the hosts opened last.
+            HostTimeoutError: The verdict is ``{"silent": hosts}``: they did not answer in time.
         """
-        if isinstance(verdict, dict) and "error" in verdict:
-            error = AgreementError(verdict["error"])
-            error.series = self.name
-            raise error
-        if not isinstance(verdict, dict) or "silent" not in verdict:
+        if not isinstance(verdict, dict) or not verdict.keys() & {"error", "silent"}:
             return verdict
-        silent = {int(host): reason for host, reason in verdict["silent"].items()}
+        silent = "silent" in verdict
+        error = self.late(verdict["silent"]) if silent else AgreementError(verdict["error"])
+        error.series = self.name
+        raise error
+
+    def late(self, silent: Sequence[int]) -> HostTimeoutError:
+        """Returns the error for hosts that did not answer in time.
+
+        It also names differences between the iterators that the hosts opened last.
+
+        Args:
+            silent: The hosts.
+        """
         of_all = Store().get_all(_OPENED)
         differing = differences({host: of_all[host] for host in self.hosts if host in of_all})
         if differing:
             differing.insert(0, "  The iterators that the hosts opened last differ:")
-        reasons = [
-            f"  {hosts_text([host for host, why in silent.items() if why == reason])} {reason}"
-            for reason in dict.fromkeys(filter(None, silent.values()))
-        ]
         here = f"host {self.host} of {len(self.hosts)}"
         where, than = f"look at the log of {hosts_text(silent)}.", "this host"
         if self.host in silent:
             here += ", which the other hosts have stopped waiting for"
             where, than = "find out what this host was waiting for.", "the others"
-        raise HostTimeoutError(
+        return HostTimeoutError(
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
-            + "".join(f"{line}\n" for line in reasons + differing)
+            + "".join(f"{line}\n" for line in differing)
             + f"  here:   {here}\n"
             f"  remedy: {where} A host does not answer if it has"
             f" failed, takes fewer steps than {than}, or opens other iterators. (Every call of"

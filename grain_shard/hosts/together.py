@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grain_shard.errors import AgreementError, StateError, describe_error
+from grain_shard.errors import AgreementError, HostTimeoutError, StateError
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
+from grain_shard.hosts.listener import Listener, listener_of
+from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, runtime_client
 from grain_shard.hosts.series import Series
 from grain_shard.threads.background import Background
 
@@ -70,9 +71,11 @@ class Together:
         self._across, self._first, self._total, self._retries = across, first, total, retries
         self._rounds = across and Rounds(across.hosts, across.timeout_s, across.series)
         self._alarm: Alarm | None = None
+        self._listener: Listener | None = None
         self._agreed: str | None = None
-        self._saves = 0
-        self._is_closed = self._has_failed = False
+        self._saves, self._is_closed = 0, False
+        # The number of reads that were tried again, and how far a wait for data was at the last.
+        self._tried = (0, 0.0)
 
     def until_agreed_end(
         self, placed: Background[T], read: Background[Any], **how: Any
@@ -86,7 +89,11 @@ class Together:
         """
         if self._across is None or self._rounds is None:
             return placed
-        return AgreedEnd(placed, read, self._rounds, **how)
+        return AgreedEnd(placed, read, self._rounds, require_voters=self._require_voters, **how)
+
+    def _require_voters(self, missing: Callable[[], Sequence[int]]) -> None:
+        if self._alarm is not None:
+            self._alarm.require_voters(missing)
 
     def start(self, stage: Background[Any] | AgreedEnd[Any]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
@@ -96,14 +103,8 @@ class Together:
         """
         if (rounds := self._rounds) is not None and self._alarm is None:
             self._begin(rounds)
-            self._alarm = Alarm(
-                rounds,
-                stage,
-                self._first,
-                self._total,
-                retries=self._retries,
-                late=lambda: rounds.check(_START),
-            )
+            self._listener = listener_of(runtime_client())
+            self._alarm = self._listener.open(rounds, stage, self._first, self._total)
 
     def _begin(self, rounds: Rounds) -> None:
         if self._across is not None and not rounds.name:
@@ -117,7 +118,31 @@ class Together:
         """
         if self._alarm is not None:
             self._alarm.asks()
-            self._alarm.raise_failure()
+
+    def waits(self, waited_s: float) -> None:
+        """Raises an error if the training loop has waited too long for the data of its own host.
+
+        The other hosts wait for this host in a collective meanwhile, and cannot tell why. While
+        reads are tried again, the loop goes on waiting.
+
+        Args:
+            waited_s: Seconds for which ``next`` has waited.
+
+        Raises:
+            HostTimeoutError: The loop has waited for `timeout_s`.
+        """
+        if self._rounds is None:
+            return
+        retries, tried_s = self._retries(), min(self._tried[1], waited_s)  # less in a new wait
+        self._tried = retries, waited_s if retries != self._tried[0] else tried_s
+        host, timeout_s = self._rounds.host, self._rounds.timeout_s
+        if waited_s - self._tried[1] > timeout_s:
+            raise HostTimeoutError(
+                f"host {host} has waited {waited_s:.0f} s for the data of its next batch"
+                f" (timeout_s={timeout_s:g}), and the other hosts wait for host {host}.\n"
+                f"  remedy: find out what the source of host {host} waits for. If it is only slow,"
+                " raise timeout_s of .shard_to."
+            )
 
     def check(self) -> None:
         """Raises an error if another host has failed.
@@ -155,11 +180,10 @@ class Together:
             StopIteration: The iterator was closed during the comparison.
         """
         if self._agreed is None:
-            if self._alarm is not None:
-                self._alarm.compares = True
             self._agreed = self._compare(self._answer(fields, digest), is_steady)
-            if self._alarm is not None:
+            if self._alarm is not None and self._listener is not None:
                 self._alarm.is_agreed = True
+                self._listener.agreed()
         return self._agreed
 
     def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
@@ -188,7 +212,13 @@ class Together:
         if self._rounds is None:
             return decide({0: answer})
         self._rounds.put(round_, answer)
-        return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
+        verdict = self._rounds.verdict(round_, decide, stopped=lambda: self._is_stopped)
+        self.check()
+        return verdict
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._is_closed or (self._alarm is not None and self._alarm.all_know)
 
     def new_save(self) -> int:
         """Returns the number of a new save of the iterator, the same on all hosts.
@@ -216,16 +246,15 @@ class Together:
             HostTimeoutError: A host did not save.
         """
         alarm = self._alarm
-        if self._rounds is None or alarm is None or not alarm.compares or not fields:
+        if self._rounds is None or alarm is None or not alarm.is_agreed or not fields:
             return
         self._rounds.put(_SAVE.format(save), fields)
-        with alarm.stillness.in_save():
-            self._rounds.verdict(
-                _SAVE.format(save),
-                compare_places,
-                stopped=lambda: self._is_closed or alarm.all_know,
-                patience=LOOPS_MAY_TAKE,  # a host may first write a large model
-            )
+        self._rounds.verdict(
+            _SAVE.format(save),
+            compare_places,
+            stopped=lambda: self._is_stopped,
+            patience=LOOPS_MAY_TAKE,  # a host may first write a large model
+        )
         # A host that answers may still wait for the verdict of the save before, in another thread.
         self._rounds.forget(_SAVE.format(save - 2))
         self.check()
@@ -253,24 +282,9 @@ class Together:
         Raises:
             AgreementError: Another host failed before, which stopped this host's iterator.
         """
-        alarm, rounds = self._alarm, self._rounds
-        if alarm is None or rounds is None:
-            return
-        alarm.raise_failure()  # raises if another host failed before, which stopped this iterator
-        if isinstance(error, AgreementError) or self._has_failed:
-            alarm.others_know()  # the other hosts have this error already, or cannot be told
-            return
-        self._has_failed, has_voted = True, rounds.has_failed
-        try:
-            if self._agreed is None:  # then other hosts may wait for this answer
-                rounds.fail(_START, describe_error(error))
-        except AgreementError:
-            if not has_voted:
-                raise
-        if has_voted:
-            alarm.others_know()  # this host has told them in a vote
-        elif alarm.compares:
-            alarm.sound(error)
+        self.check()
+        if self._alarm is not None:
+            self._alarm.sound(error)
 
     def interruption(self, error: BaseException) -> AgreementError | None:
         """Returns the error that ``next`` of this host raises from now on, after an interrupt.
@@ -305,7 +319,7 @@ class Together:
         self.check()
         if self._alarm is not None:
             self.compare({**fields, "batches": "none left"})
-            self._alarm.leave("")
+            self._alarm.end()
 
     def close(self) -> None:
         """Ends the connection: failures of other hosts are ignored. Any thread may call this."""

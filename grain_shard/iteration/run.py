@@ -65,10 +65,16 @@ class Run:
         self.together: Together = Together(
             parts.across, num_before, opened.total, lambda: faults().retries
         )
-        # The threads refer to `place` and not to self: a thread that refers to self would keep the
-        # run from being collected.
+        # The threads refer to `place` and `together`, and not to self: a thread that refers to self
+        # would keep the run from being collected.
         # A single host makes no batches of padding, because no other stream ends later.
         keeps_last = host.ends_by_vote and parts.across is not None
+        together = self.together
+
+        def waits(waited_s: float) -> None:
+            log_long_wait(waited_s)
+            together.waits(waited_s)
+
         place = Placing(parts.placer, meter, self.begins_at, keeps_last=keeps_last)
         compared = ComparedBatches(opened.batches, opened.rereads, host.contents, faults)
         self._placed: Background[Placed] = in_background(
@@ -76,7 +82,7 @@ class Run:
             compared,
             buffer_size=parts.device_buffer_size,
             name="grain-shard-device",
-            on_wait=log_long_wait,
+            on_wait=waits,
         )
         self.stage: Background[Placed] | AgreedEnd[Placed] = self._placed
         if host.ends_by_vote:
@@ -86,7 +92,7 @@ class Run:
                 remainder=host.padding.remainder,
                 same_rows=host.rows == GLOBAL,
                 padding=lambda before: place.padding(host, before),
-                on_wait=log_long_wait,
+                on_wait=waits,
             )
         meter.opens(opened.reads, faults)
 

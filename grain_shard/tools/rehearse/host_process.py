@@ -21,7 +21,7 @@ LOST_ANOTHER = "Terminating process because the JAX distributed service detected
 # the program to ask for.
 _GRACE_S = 2.0
 
-# The program of each process. It runs the script or module as `python` would, with five changes:
+# The program of each process. It runs the script or module as `python` would, with six changes:
 #
 # * SIGQUIT makes the process print the stack of its main thread.
 # * A line of output is written in one piece, when it is complete. With PYTHONUNBUFFERED alone,
@@ -41,6 +41,7 @@ _GRACE_S = 2.0
 #   finished. A process that ends during a collective of its devices may hang. The devices of a
 #   process run their common computations in order. So this program runs one more computation on all
 #   devices, and waits for it.
+# * A file says which batch the host's loop was handed last, for hosts that wait for each other.
 #
 # This program itself imports neither JAX nor this package, because the script may set variables
 # that must be set before the import of JAX. If the script used JAX but never joined the other
@@ -48,34 +49,61 @@ _GRACE_S = 2.0
 _HOST_PROGRAM = """
 import faulthandler, importlib.util, os, runpy, signal, sys, time
 
-class InOrder:
-    compiled = False
+class Changes:
+    compiled, iterators, place = False, 0, ""
+
+    def __init__(self):
+        self.of = {"jax": self.keep_order, "grain_shard.iteration.iterator": self.count_batches}
 
     def find_spec(self, name, path=None, target=None):
-        if name != "jax":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            self.run = spec.loader.exec_module
-            spec.loader.exec_module = self.exec_module
+        change = self.of.pop(name, None)
+        spec = change and importlib.util.find_spec(name)
+        if spec:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), change(module))
         return spec
 
-    def exec_module(self, module):
-        self.run(module)
-        module.config.update("jax_cpu_enable_async_dispatch", False)
-        module.monitoring.register_event_duration_secs_listener(self.listen)
+    def keep_order(self, jax):
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
 
     def listen(self, event, *args, **fields):
         self.compiled |= event == "/jax/core/compile/backend_compile_duration"
 
-in_order = InOrder()
-sys.meta_path.insert(0, in_order)
+    def count_batches(self, module):
+        make, next_batch = module.ShardedIterator.__init__, module.ShardedIterator.__next__
+
+        def __init__(iterator, *args, **kwargs):
+            make(iterator, *args, **kwargs)
+            self.iterators += 1
+            iterator.rehearsed = self.iterators, 0
+
+        def __next__(iterator):
+            number, taken = iterator.rehearsed
+            self.say(f"waits in next for batch {taken + 1:,} of iterator {number}")
+            try:
+                batch = next_batch(iterator)
+            except StopIteration:
+                self.say(f"got all {taken:,} batches of iterator {number}")
+                raise
+            self.say(f"got batch {taken + 1:,} of iterator {number}")
+            iterator.rehearsed = number, taken + 1
+            return batch
+
+        module.ShardedIterator.__init__, module.ShardedIterator.__next__ = __init__, __next__
+        self.file = os.open(notes + ".place", os.O_WRONLY | os.O_CREAT)
+
+    def say(self, place):
+        self.place = place
+        os.pwrite(self.file, place.ljust(200).encode(), 0)
+
 faulthandler.register(signal.SIGQUIT, all_threads=False)
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(line_buffering=True, write_through=False)
 del sys.argv[0]
-alone = sys.argv.pop(0)
+notes = sys.argv.pop(0)
+changes = Changes()
+sys.meta_path.insert(0, changes)
 left, code, late_s = None, 0, 0.5
 try:
     if sys.argv[0] == "-m":
@@ -98,10 +126,12 @@ except BaseException as error:
             late_s = 3
         error = error.__cause__ or error.__context__
 try:
+    if changes.place:
+        changes.say(changes.place + ", and its script has ended")
     jax = sys.modules.get("jax")
     if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
-        open(alone, "w").close()
-    if in_order.compiled and not code and not getattr(left, "code", None):
+        open(notes + ".alone", "w").close()
+    if changes.compiled and not code and not getattr(left, "code", None):
         mesh = jax.make_mesh((jax.local_device_count(),), ("x",), devices=jax.local_devices())
         sharding = jax.NamedSharding(mesh, jax.P("x"))
         with jax.set_mesh(mesh):
@@ -131,9 +161,9 @@ class HostProcess:
 
     Args:
         index: Index of the host.
-        argv: The path of a file that the process creates if the script used JAX without joining
-            the other hosts. Then the script with its arguments, or "-m", a module and its
-            arguments.
+        argv: The path of the notes that the process writes: with ".alone" at its end if the script
+            used JAX without joining the other hosts, with ".place" for the last batch. Then the
+            script with its arguments, or "-m", a module and its arguments.
         environment: All environment variables of the process.
         events: The queue for lines and ends.
     """

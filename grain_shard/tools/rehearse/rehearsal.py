@@ -171,13 +171,14 @@ def run_script(
                     running.remove(host)
                     if processes[host].reap() != 0 and failed_host is None:
                         failed_host = host
-        alone = {int(note.name) for note in notes.iterdir()}
+        alone = {int(note.stem) for note in notes.glob("*.alone")}
+        places = {int(n.stem): n.read_text().rstrip() for n in sorted(notes.glob("*.place"))}
         not_joined = hosts > 1 and (failed_host in alone or (not running and len(alone) == hosts))
     while not events.empty():
         record(*events.get())
     returncodes = [process.reap() for process in processes]
     outputs = ["".join(host_lines) for host_lines in lines]
-    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts, not_joined)
+    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts, not_joined, places)
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

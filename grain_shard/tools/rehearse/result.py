@@ -24,6 +24,8 @@ class RehearsalResult:
         not_joined: True if hosts used JAX without ``jax.distributed.initialize()``, so that each of
             them ran alone. That is true of all hosts if no host failed, else at least of the host
             that failed first.
+        places: The batch that the loop of each host got last, in words. Only hosts that iterated
+            over a dataset of `shard_to` are in it.
     """
 
     returncodes: list[int]
@@ -31,6 +33,7 @@ class RehearsalResult:
     failed_host: int | None
     timed_out_hosts: list[int]
     not_joined: bool = False
+    places: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -73,6 +76,7 @@ class RehearsalResult:
             said = all(_STACK in self.outputs[host] for host in self.timed_out_hosts)
             where = ". The last lines of each host show where it stood" if said else ""
             ends.append(f"timed out, still running: {hosts}{where}")
+        ends += [f"host {host} {place}" for host, place in self.places.items()]
         if self.not_joined:
             if self.failed_host is None:
                 end = (
