@@ -156,8 +156,9 @@ class Alarm:
         Raises:
             AgreementError: A process has ended, and cannot vote.
         """
-        for host in self._ended and self._ended.keys() & missing():
-            self._stop(host, f"host {self._host} waits for its next batch")
+        if self._ended:  # otherwise the store need not be asked
+            for host in self._ended.keys() & missing():
+                self._stop(host, f"host {self._host} waits for its next batch")
         self.raise_failure()
 
     def _stop(self, host: int, why: str) -> None:

@@ -110,8 +110,10 @@ class Listener:
                 self._look()
                 asked = sum(alarm.asked for alarm in list(self._alarms.values()))
                 blocked = [a.is_blocked(asked, self._turn_s) for a in list(self._alarms.values())]
-            except AgreementError:  # raised if the runtime has ended
-                return
+            except AgreementError:
+                if not jax.distributed.is_initialized():
+                    return
+                # Otherwise the store had too many calls at once, and the next look succeeds.
             except Exception:
                 logging.exception("grain_shard: a report of another host could not be handled")
             else:
