@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import os
 import sys
 import sysconfig
@@ -14,17 +13,9 @@ _OWN = ("grain_shard", "grain")
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-def user_frame() -> tuple[FrameType | None, int]:
-    """Returns the innermost caller that is not in this package or in Grain.
-
-    Returns:
-        Its frame, None if there is no such caller; and its ``stacklevel`` for a `warnings.warn` in
-        the function that calls this one.
-    """
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and _is_own(frame):
-        frame, level = frame.f_back, level + 1
-    return frame, level
+def user_frame() -> FrameType | None:
+    """Returns the frame of the innermost caller that is not in this package or in Grain."""
+    return next((frame for frame in _outwards(sys._getframe()) if not _is_own(frame)), None)
 
 
 def lines_in_pipelines() -> list[str]:

@@ -58,5 +58,5 @@ def _caller() -> str:
 
     The result is a text such as ``train.py:40``. It is "?" if there is no such caller.
     """
-    frame, _ = user_frame()
+    frame = user_frame()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
