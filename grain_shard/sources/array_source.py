@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import jax
 import numpy as np
 
-from grain_shard.digest import MANY_DIGITS, element_digest
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.source_reads import takes_array
@@ -103,10 +103,7 @@ class ArraySource:
     def _digests(self) -> list[str]:
         """Returns a digest of two rows of each array, the first one and the middle one."""
         rows = sorted({0, len(self) // 2}) if len(self) else []
-        return [
-            element_digest([np.asarray(array[row]) for row in rows], MANY_DIGITS)
-            for array in self._arrays
-        ]
+        return [element_digest([np.asarray(array[row]) for row in rows]) for array in self._arrays]
 
     def __repr__(self) -> str:
         leaves = [

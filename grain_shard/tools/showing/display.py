@@ -127,8 +127,6 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
     if layout.num_hosts > 1:
         once = settings.final_shardings is not None
         yield "read", "once, then moved by the devices" if once else "what each host needs"
-    if why_not := ds.host.contents.why_not:
-        yield "contents", f"not compared: {why_not}"
     if why := ds.host.why_unsaved():
         yield "state", why.splitlines()[0]
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
