@@ -1,7 +1,7 @@
 """An image classifier to copy: augmentation, evaluation, checkpoints and preemption.
 
 `python examples/image_classifier.py` learns scikit-learn's images of digits, on 8 virtual devices
-if there is no accelerator. It stops halfway, goes on, and checks five promises. With a folder for
+if there is no accelerator. It stops halfway, goes on, and checks six promises. With a folder for
 checkpoints it stops at SIGTERM, and resumes. Your images are an `ArrayRecordSource("train-*")`.
 """
 
@@ -92,14 +92,25 @@ def train(train_ds, test_ds, directory, told_to_stop):
         return right, images
 
 
+def is_same_for_all(ds):
+    """Returns True if threads, meshes and hosts of any number get the same batches of a dataset."""
+    try:
+        grain_shard.check(ds, seconds=4)
+    except grain_shard.ShardingError as error:
+        print(error)
+        return False
+    return True
+
+
 def check(train_ds, test_ds, directory):
-    """Trains with a stop halfway, prints five promises, and returns True if all are kept."""
+    """Trains with a stop halfway, prints six promises, and returns True if all are kept."""
     compiled, stop_at = [], EPOCHS * len(train_ds) // 2 + 4
     listen = jax.monitoring.register_event_duration_secs_listener
     listen(lambda event, _, **of: "backend_compile" in event and compiled.append(of))
     where = f"{jax.device_count()} {'virtual ' * (jax.default_backend() == 'cpu')}devices"
     print(f"This check stops the run at step {stop_at}, and starts it again.\nBatches on {where}:")
     grain_shard.show(train_ds)
+    same = is_same_for_all(train_ds)
     train(train_ds, test_ds, directory, lambda step: step == stop_at)
     right, images = train(train_ds, test_ds, directory, lambda step: False)
     trains, evals = (str(compiled).count(f"jit({step})") for step in ("train_step", "eval_step"))
@@ -111,6 +122,7 @@ def check(train_ds, test_ds, directory):
     once = all(len(set(epoch)) == len(epoch) == 1497 for epoch in np.array_split(seen, EPOCHS))
     rest, after = (jax.tree.map(np.ndarray.tobytes, part) for part in (rest, whole[stop_at:]))
     promises = {
+        "threads, meshes and hosts of any number get the same batches": same,
         f"{right / images:.1%} of the test images are right, 97 % wanted": right / images >= 0.97,
         f"{images} of 300 test images are counted": images == 300,
         f"compilations: {trains} of train_step, {evals} of eval_step": trains == evals == 1,

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 4  # default number of hex digits in an element's digest
-# Hex digits for a comparison among many hosts or feeds, where four could be equal by chance.
-MANY_DIGITS = 16
 # Arrays of fewer bytes than this are digested as a whole. From a larger array, the digest takes
 # samples at even distances.
 _MOST_BYTES = 2**20
@@ -31,8 +28,8 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def element_digest(element: Any, digits: int = DIGITS) -> str:
-    """Returns a few hex digits that stand for the values of an element, the same in every process.
+def element_digest(element: Any) -> str:
+    """Returns 16 hex digits that stand for the values of an element, the same in every process.
 
     The digest is of bits, shapes, dtypes and keys. It is not of containers: a number and an array
     without axes, a memory map and an array, a dict and another mapping, a list and a tuple have the
@@ -41,11 +38,10 @@ def element_digest(element: Any, digits: int = DIGITS) -> str:
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
-        '5200'
+        '5200e5359750920f'
 
     Args:
         element: Bytes, text, numbers, arrays, images, dataclasses, or a tree of them.
-        digits: The number of hex digits.
 
     Raises:
         TypeError: The element has an object of another type.
@@ -53,7 +49,7 @@ def element_digest(element: Any, digits: int = DIGITS) -> str:
     found = hashlib.sha256()
     for part in _parts(element):
         found.update(part)
-    return found.hexdigest()[:digits]
+    return found.hexdigest()[:16]
 
 
 def _parts(value: Any) -> Iterator[bytes]:

@@ -17,9 +17,8 @@ from jax.sharding import AxisType
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import private_names
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
-from grain_shard.reading import contents, faults, read
+from grain_shard.reading import faults, first_record, read
 from grain_shard.threads import crew
-from tests.counting_source import no_rereads
 
 HANG_S = 60  # seconds after which a wait counts as a hang
 HOSTS_S = 600  # and hosts, or a program: a busy machine takes a minute or two to start one
@@ -104,18 +103,11 @@ def workers_are_forks(request, monkeypatch):
         monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKS}.__getitem__)
 
 
-@pytest.fixture(name="no_rereads")
-def without_rereads():
-    """For tests that count reads, or the records in memory."""
-    with no_rereads():
-        yield
-
-
 @pytest.fixture
 def one_record_at_a_time(monkeypatch):
     """Records that are read one by one are not read several by one thread, fast as they are."""
     monkeypatch.setattr(read, "_READ_S", 0.0)
-    monkeypatch.setattr(contents, "SOURCE", None)  # no record is read twice, to be compared
+    monkeypatch.setattr(first_record, "SOURCE", None)  # no record is read to compare sources
 
 
 @pytest.fixture

@@ -117,7 +117,6 @@ def test_batches_are_those_of_records_read_one_by_one(kind, pipeline, tmp_path, 
     assert_same_batches(ours.shard_to(mesh), one_by_one(pipeline, mesh))
 
 
-@pytest.mark.usefixtures("no_rereads")
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_record_is_made_in_python(choice, mesh, monkeypatch):
     getitem = ArrayRows.__getitem__

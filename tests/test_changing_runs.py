@@ -449,7 +449,6 @@ class TestEpochs:
         with sharded(8).epochs(2) as epochs, pytest.raises(TypeError, match="for batch in batches"):
             next(epochs)["id"]
 
-    @pytest.mark.usefixtures("no_rereads")
     def test_the_next_epochs_first_batch_is_ready_when_an_epoch_ends(self):
         read = []
         with noted(16, read).batch(8).shard_to(data_mesh(4)).epochs(2) as epochs:

@@ -1,9 +1,12 @@
 """`check`, the acceptance test of a pipeline: passes right pipelines and finds faults."""
 
 import concurrent.futures
+import io
+import itertools
 import os
 import random
 import sys
+import tarfile
 import threading
 import time
 
@@ -16,13 +19,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import grain_shard
 from grain_shard import ArrayRecordSource, ArraySource, BatchSchedule, ShardingError, check
 from grain_shard.tools.checking import check as checking
-from tests.conftest import Made, data_mesh, refused
+from tests.conftest import FORKS, Made, data_mesh, refused
 from tests.pipelines import shared_out
 from tests.programs import command
-from tests.test_rereads import OneFile
 
 RECORDS = grain.MapDataset.range(1000)
-WORKER = "a worker process"
+WORKER, EACH = "a worker process", "each source and function"
 SECONDS = 600  # no proof runs out of time, also on a busy machine
 
 
@@ -39,7 +41,7 @@ def no_worker(monkeypatch):
 @pytest.fixture
 def few_times(monkeypatch):
     """Where nothing is wrong, no second is spent to read a few records many times."""
-    monkeypatch.setattr(checking, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(checking, "_RECORDS_S", 0.1)
 
 
 def numbered(ds):
@@ -113,7 +115,7 @@ def test_a_right_pipeline_passes(name, tmp_path, no_worker, few_times):
     assert all(text.startswith(("does not apply: ", "not checked: ")) for text in other)
     assert f"not checked: {SECONDS} s were over" not in other
     assert len(checked.lines) >= 10
-    for proof in ("read twice, by one thread", "a restore, through JSON"):
+    for proof in (EACH, "read twice, by one thread", "a restore, through JSON"):
         assert found[proof] == "ok"
     assert (found["2 hosts"] == "ok") != (name == "local rows")
 
@@ -150,46 +152,196 @@ class Forgetful(Made):
         return iterator
 
 
+class OneFile:
+    """A source that seeks and reads in one open file, so several threads disturb each other."""
+
+    def __init__(self, path, num_records=2000):
+        self.path, self.num_records = path, num_records
+        # A read that follows another one at the end of the records finds a whole record, too.
+        np.repeat(np.arange(num_records + 64, dtype=np.int32), 1024).tofile(path)
+        self.file = os.open(path, os.O_RDONLY)
+
+    def __len__(self):
+        return self.num_records
+
+    def __getitem__(self, index):
+        os.lseek(self.file, 4096 * index, os.SEEK_SET)
+        return {"id": index, "x": np.frombuffer(os.read(self.file, 4096), np.int32)}
+
+    def __getstate__(self):
+        return {**self.__dict__, "file": None}
+
+    def __setstate__(self, state):
+        self.__dict__ = {**state, "file": os.open(state["path"], os.O_RDONLY)}
+
+
+class Archive:
+    """A source that reads the files of one open tar archive."""
+
+    def __init__(self):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for i in range(100):
+                member = tarfile.TarInfo(f"{i}")
+                member.size = 4096
+                archive.addfile(member, io.BytesIO(np.full(1024, i, np.int32).tobytes()))
+        file.seek(0)
+        self.archive = tarfile.open(fileobj=file)  # noqa: SIM115 (it stays open)
+        self.members = self.archive.getmembers()
+
+    def __len__(self):
+        return len(self.members)
+
+    def __getitem__(self, index):
+        return {"x": np.frombuffer(self.archive.extractfile(self.members[index]).read(), np.int32)}
+
+
+class Reusing:
+    """A source that returns one of a few arrays, which later reads overwrite."""
+
+    def __init__(self, arrays):
+        self.arrays, self.reads = np.zeros((arrays, 3), np.int32), itertools.count()
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        array = self.arrays[next(self.reads) % len(self.arrays)]
+        array[:] = index
+        return {"x": array}
+
+
+ARRAY = np.zeros(3)
+
+
+def into_one_array(i):
+    np.copyto(ARRAY, i)
+    return {"x": ARRAY}
+
+
+def of_one_file(path):
+    return grain.MapDataset.source(OneFile(path / "r"))
+
+
+def as_stream(records):
+    return records.to_iter_dataset().filter(lambda record: True)
+
+
 class OfThread(threading.local):
     scale = 1
 
 
-HERE = OfThread()
-FAULTS = {
+HERE, CALLS = OfThread(), itertools.count()
+ONE_FILE = r"SourceMapDataset\(source=OneFile\)"
+AT_ONCE = r"was .* for one of 16 threads that read at the same time\."
+CHANGED = r"a later read changed record 0 of .*{}.* from \[0.*\] to \[\d\d+.*\]\."
+FAULTS = {  # how it is made, and what is said about which leaf
     "random numbers": (
-        lambda path: RECORDS.map(lambda i: {"x": random.random()}),
-        "read twice",
+        lambda path: RECORDS.map(str).map(lambda i: {"x": random.random()}),
+        r"record \d+ of MapMapDataset\(transform=<lambda> @ \S*test_check.py:\d+\) was \d",
     ),
-    "one file": (
-        lambda path: OneFile(path / "r", 1000),
-        "the pipeline's threads|16 th|a few",
+    "NumPy's random numbers": (
+        lambda path: RECORDS.map(lambda i: {"x": np.random.rand()}),
+        "at the next read, each time for one thread that read alone",
+    ),
+    "a rare change": (
+        lambda path: RECORDS.map(lambda i: {"x": i + (next(CALLS) % 100 == 99)}),
+        "at the next read, each time for one thread that read alone",
+    ),
+    "one file": (of_one_file, f"record .* of {ONE_FILE} {AT_ONCE}"),
+    "one file below functions": (
+        lambda path: of_one_file(path).seed(1).shuffle().map(dict),
+        f"record .* of {ONE_FILE} {AT_ONCE}",
+    ),
+    "one file in a stream": (
+        lambda path: as_stream(of_one_file(path)),
+        f"record .* of {ONE_FILE} {AT_ONCE}",
+    ),
+    "one file in feeds": (
+        lambda path: shared_out(of_one_file(path), 4, 8, grain.ReadOptions(num_threads=1)),
+        f"record .* of {ONE_FILE} {AT_ONCE}",
+    ),
+    "one file of a mix": (
+        lambda path: grain_shard.mix(
+            [RECORDS.map(lambda i: {"id": i, "x": np.zeros(1024, np.int32)}), of_one_file(path)],
+            {0: [9, 1]},
+        ),
+        f"record .* of {ONE_FILE} {AT_ONCE}",
+    ),
+    "one tar archive": (
+        lambda path: grain.MapDataset.source(Archive()),
+        f"record .* of SourceMapDataset.source=Archive. {AT_ONCE}",
+    ),
+    "one array": (
+        lambda path: grain.MapDataset.source(Reusing(1)),
+        CHANGED.format("source=Reusing"),
+    ),
+    "three arrays in turn": (lambda path: grain.MapDataset.source(Reusing(3)), CHANGED.format("")),
+    "one array of a function": (
+        lambda path: RECORDS.map(into_one_array),
+        CHANGED.format("transform=into_one_array"),
+    ),
+    "one array in a stream": (
+        lambda path: as_stream(RECORDS.map(into_one_array)),
+        CHANGED.format(""),
     ),
     "a value of this thread": (
         lambda path: RECORDS.map(lambda i: {"x": (i + 1) * HERE.scale}),
-        "the first batch, in this thread",
+        "the first batch, in this thread: record .* One thread that read alone got ",
     ),
 }
-REMEDIES = [
-    ("read twice", ".seed(s) and .random_map(f)"),
-    ("the first batch", "no threading.local()"),
-    ("", "threading.Lock()"),
-]
+REMEDIES = {
+    "at the next read": ".seed(s) and .random_map(f)",
+    "16 threads": "hold a threading.Lock() around its reads, read with os.pread",
+    "changed": "return a new array for each record, such as self.buffer.copy()",
+    "the first batch": "no threading.local()",
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_with_its_record_and_leaf(name, tmp_path, no_worker, monkeypatch):
+def test_a_fault_is_named_with_its_source_or_function_and_its_leaf(
+    name, tmp_path, no_worker, monkeypatch
+):
     monkeypatch.setattr(HERE, "scale", 3)
-    make, proof = FAULTS[name]
-    made = make(tmp_path)
-    ds = made if isinstance(made, grain.MapDataset) else grain.MapDataset.source(made)
-    with pytest.raises(ShardingError, match=rf"^batch\['x'\]: ({proof})") as failed:
-        check(ds.batch(8).shard_to(data_mesh(4)), batches=8, seconds=SECONDS)
-    text = str(failed.value)
-    assert "record " in text
-    assert "alone g" in text  # "one thread that reads alone gets"
+    make, words = FAULTS[name]
+    ds = make(tmp_path)
+    ds = ds if name == "one file in feeds" else ds.batch(8)
+    with pytest.raises(ShardingError, match=words) as failed:
+        check(ds.shard_to(data_mesh(4)), batches=8, seconds=SECONDS)
+    text, problem = str(failed.value), failed.value.problem
+    assert text.startswith("batch['x']: ")
     assert "mesh:   data=4" in text or "mesh: data=4" in text
-    problem, remedy = failed.value.problem, failed.value.remedy
-    assert next(words for begin, words in REMEDIES if problem.startswith(begin)) in remedy
+    remedy = next(remedy for words, remedy in REMEDIES.items() if words in problem)
+    assert remedy in failed.value.remedy
+
+
+def test_a_source_that_is_not_safe_passes_with_one_thread(tmp_path, no_worker, few_times):
+    ds = of_one_file(tmp_path)[:64].batch(8).shard_to(data_mesh(4), num_threads=1)
+    found = lines_of(ds, seconds=SECONDS)
+    assert found[EACH] == "ok"
+    assert found["16 threads"] == "does not apply: one thread at a time reads the records"
+
+
+@pytest.mark.slow
+def test_a_source_that_is_not_safe_passes_with_an_executor_of_processes(tmp_path, few_times):
+    with concurrent.futures.ProcessPoolExecutor(1, FORKS) as executor:
+        ds = of_one_file(tmp_path)[:64].batch(8).shard_to(data_mesh(4), executor=executor)
+        found = lines_of(ds, seconds=SECONDS)
+    assert found["the pipeline's ProcessPoolExecutor"] == found[EACH] == found[WORKER] == "ok"
+
+
+def test_a_stream_with_one_thread_in_its_read_options_may_have_such_a_source(
+    tmp_path, no_worker, few_times
+):
+    records = of_one_file(tmp_path)[:64].to_iter_dataset(grain.ReadOptions(num_threads=1)).batch(8)
+    assert lines_of(records.shard_to(data_mesh(4)), batches=4, seconds=SECONDS)[EACH] == "ok"
+
+
+def test_the_interval_of_python_s_threads_is_as_before(tmp_path, no_worker):
+    before = sys.getswitchinterval()
+    with pytest.raises(ShardingError, match=AT_ONCE):
+        check(of_one_file(tmp_path).batch(8).shard_to(data_mesh(4)), batches=4)
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize(("way", "proof"), [("of_host", "2 hosts"), ("on_mesh", "mesh data=1")])
@@ -232,22 +384,64 @@ class Elsewhere:
         return open, ("/moved",)
 
 
+class Mapped:
+    """A source of the numbers in a file, which each process opens by the same path."""
+
+    def __init__(self, path):
+        self.path, self.numbers = path, np.memmap(path, np.int32, mode="r")
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        return {"x": self.numbers[index]}
+
+    def __reduce__(self):
+        return Mapped, (self.path,)
+
+
+def in_another_folder(folder):
+    """The path is relative, and the folder changes after the source has opened its file."""
+    for name, first in (("before", 0), ("after", 5000)):
+        (folder / name).mkdir()
+        np.arange(first, first + 64, dtype=np.int32).tofile(folder / name / "records")
+    os.chdir(folder / "before")
+    source = Mapped("records")
+    os.chdir(folder / "after")
+    return grain.MapDataset.source(source)
+
+
+def in_a_replaced_file(folder):
+    """The file is replaced after the source has opened it, as by a new export."""
+    old, new = folder / "records", folder / "new"
+    np.arange(64, dtype=np.int32).tofile(old)
+    source = Mapped(str(old))
+    np.arange(5000, 5064, dtype=np.int32).tofile(new)
+    new.replace(old)
+    return grain.MapDataset.source(source)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("records", "words"),
+    ("make", "words"),
     [
-        (RECORDS.map(lambda i: {"x": hash(str(i)) % 999}), " was "),
-        (RECORDS.map(scaled), " was "),
-        (grain.MapDataset.source(Elsewhere()), "FileNotFoundError"),
+        (lambda folder: RECORDS.map(lambda i: {"x": hash(str(i)) % 999}), " was "),
+        (lambda folder: RECORDS.map(scaled), " was "),
+        (lambda folder: grain.MapDataset.source(Elsewhere()), "FileNotFoundError"),
+        (in_another_folder, r"record 0 of epoch 0 .* was 5000\. .* read alone got 0\."),
+        (in_a_replaced_file, r"record 0 of epoch 0 .* was 5000\. .* read alone got 0\."),
     ],
-    ids=["hash of a str", "a global variable", "a file"],
+    ids=["hash of a str", "a global variable", "no file", "another folder", "a replaced file"],
 )
-def test_a_worker_process_in_another_world_is_found(records, words, monkeypatch):
+def test_a_worker_process_in_another_world_is_found(make, words, tmp_path, monkeypatch, few_times):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2)
-    with pytest.raises(ShardingError, match=f"{WORKER}: ") as failed:
-        check(records.batch(8).shard_to(data_mesh(4)), batches=4, seconds=SECONDS)
-    assert words in str(failed.value)
-    assert "find what differs there: a flag, an environment variable" in failed.value.remedy
+    ds = make(tmp_path).batch(8).shard_to(data_mesh(4))
+    with pytest.raises(ShardingError, match=f"{WORKER}: .*{words}") as failed:
+        check(ds, batches=4, seconds=SECONDS)
+    assert "find what differs there: a flag, an environment variable, the working directory" in (
+        failed.value.remedy
+    )
 
 
 @pytest.mark.slow

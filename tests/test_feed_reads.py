@@ -190,7 +190,6 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead, replaced):
 
 
 @pytest.mark.parametrize("options", [grain.ReadOptions(prefetch_buffer_size=0), IN_TURN])
-@pytest.mark.usefixtures("no_rereads")
 def test_without_read_ahead_streams_and_feeds_call_a_source_for_many_records_at_a_time(options):
     for batches_of in (
         lambda records: records.to_iter_dataset(options).batch(8),
@@ -229,7 +228,6 @@ def test_the_streams_of_an_interleave_are_read_ahead_together(are_made_one_by_on
     assert max(ahead) <= 60  # of Grain alone it would be up to 500 of each stream
 
 
-@pytest.mark.usefixtures("no_rereads")
 @pytest.mark.parametrize(
     ("options", "threads"),
     [({}, None), ({"num_threads": 0}, 1), ({"num_threads": 1}, 1), ({"num_threads": 32}, 32)],
@@ -393,7 +391,6 @@ class AliveInCalls(Alive):
         (3000, 4, 8, 2048),
     ],
 )
-@pytest.mark.usefixtures("no_rereads")
 def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
     num_bytes, num_feeds, batch_size, most_ahead, kind, options, num_workers, tmp_path
 ):
@@ -403,7 +400,7 @@ def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
         for _ in range(9):
             next(batches)
     workers, files = max(1, num_workers), set(tmp_path.iterdir())
-    if num_workers:  # this process only reads two records, to compare the contents of hosts
+    if num_workers:  # this process only reads the first record, to compare it with other hosts
         files.discard(tmp_path / str(os.getpid()))
     assert len(files) == workers
     for file in files:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import hosts_mesh, rehearse
 from tests.conftest import HOSTS_S
-from tests.counting_source import Source, no_rereads
+from tests.counting_source import Source
 from tests.on_hosts import assembled, or_traceback, own_parts
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,7 @@ def run_case(case, devices):
     sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=60, **case.options)
     source.requests.clear()  # what was looked at when the pipeline was built
     batches, names, states = [], [], []
-    with no_rereads(), iter(sharded) as iterator:
+    with iter(sharded) as iterator:
         for batch in iterator:
             names.append(batch.pop("name").tolist())
             batches.append(own_parts(batch))

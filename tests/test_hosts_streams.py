@@ -241,7 +241,7 @@ def case_saved_by_orbax(host, directory):
 def numbers(feed, lengths=(30,) * 4):
     """Rows that say their feed and their place in it; 100 * feed + place."""
     first = 100 * feed.shard_index
-    # A source, unlike MapDataset.range, has contents, which the hosts compare.
+    # A source, unlike MapDataset.range, has a first record that the hosts compare.
     numbers = grain.MapDataset.source(range(first, first + 30)).map(lambda i: {"id": np.int32(i)})
     rows = numbers.to_iter_dataset(IN_TURN)
     return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])

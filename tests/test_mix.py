@@ -320,7 +320,7 @@ def test_a_feed_evaluates_a_record_when_its_row_is_asked_for(kinds):
             assert len(calls) == rows
 
 
-@pytest.mark.usefixtures("no_rereads", "one_record_at_a_time")
+@pytest.mark.usefixtures("one_record_at_a_time")
 def test_slow_calls_below_grains_mixture_read_each_record_once():
     sources = [BatchedSource(96), BatchedSource(96)]
     mixed = grain.MapDataset.mix([grain.MapDataset.source(source) for source in sources])

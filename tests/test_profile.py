@@ -89,7 +89,6 @@ def lanes_of(calls, ds, step=step):
     }
 
 
-@pytest.mark.usefixtures("no_rereads")
 @pytest.mark.parametrize(("made", "lanes"), PIPELINES.values(), ids=PIPELINES)
 def test_the_time_of_a_function_is_in_the_lane_that_it_runs_in(made, lanes):
     calls = []

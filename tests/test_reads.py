@@ -42,7 +42,7 @@ def in_order(num_records, global_batch_size):
     ]
 
 
-@pytest.mark.usefixtures("one_record_at_a_time", "no_rereads")
+@pytest.mark.usefixtures("one_record_at_a_time")
 class TestSideBySide:
     @pytest.mark.parametrize(
         ("kind", "num_records", "together", "num_threads", "buffers"),

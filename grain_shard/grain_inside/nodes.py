@@ -308,38 +308,10 @@ def has_threads(options: grain.ReadOptions) -> bool:
     return 0 not in (options.num_threads, options.prefetch_buffer_size)
 
 
-def read_by_threads(
-    ds: grain.MapDataset | grain.IterDataset, *, any_number: bool
-) -> list[grain.MapDataset]:
-    """Returns the `MapDataset`s that several threads read for a stream.
-
-    If several of them run the same code, such as the files of an interleave, only the first one is
-    in the list.
-
-    Args:
-        ds: The stream. Parts of it that worker processes run are left out.
-        any_number: True if several threads read ahead whatever number the read options have.
-    """
-    if _is_worker(ds):
-        return []
-    if (found := read_ahead(ds)) is not None:
-        records, options = found
-        by_several = has_threads(options) and (any_number or options.num_threads != 1)
-        return [records] if by_several and len(records) else []
-    by_code: dict[Any, grain.MapDataset] = {}
-    for one in made_of(ds):
-        for records in read_by_threads(one, any_number=any_number):
-            by_code.setdefault(_code(records), records)
-    return list(by_code.values())
-
-
-def _code(records: grain.MapDataset) -> tuple[Any, ...]:
-    """Returns the classes of a pipeline's nodes and sources, and the code of its functions."""
-    nodes = list(walk(records))
-    sources = [type(getattr(node, "_source", None)) for node in nodes]
-    functions = [getattr(node, "_map_fn", None) for node in nodes]
-    code = [getattr(function, "__code__", type(function)) for function in functions]
-    return (*map(type, nodes), *sources, *code)
+def only_moves(node: grain.MapDataset) -> bool:
+    """Returns whether a node is known to run no code of the user: it moves or stacks elements."""
+    stacks = type(node) is _BATCH and getattr(node, "_batch_fn", None) is _BATCH_FN
+    return stacks or type(node) in (RANGE, SEED, SLICE, REINDEX, REPEAT, *SHUFFLES)
 
 
 def keeps_indices(ds: grain.MapDataset) -> bool:

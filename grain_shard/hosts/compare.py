@@ -27,13 +27,12 @@ GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
-# The field for the digests of a few records of the source. It has two dicts from a record's name to
-# its digest: `NOW` for the records that the host reads, `SAVED` for the state that it has restored.
-# Hosts without digests are not compared.
-CONTENTS, NOW, SAVED = "contents", "now", "saved"
+# The fields for the digest of the source's first record: as the host reads it, and as it is in the
+# state that the host has restored. A host without a digest is not compared.
+NOW, SAVED = "record 0 of the source", "record 0 in the state"
 _SAME = (
     "sort the list of files (a set, glob and os.listdir have no fixed order), give each random"
-    " order a seed,"
+    " order a seed, let no record of the source be random,"
 )
 
 
@@ -45,10 +44,9 @@ def compare(answers: Answers) -> dict[str, Any]:
 
     Returns:
         The verdict as JSON. If a field differs, it is ``{"error": message}``, which names the hosts
-        and the field. If only the records of the source differ, it is ``{"doubt": message, "of":
-        "hosts"}``; if they differ from the restored state, ``"of"`` is ``"state"``. A doubt is not
-        an error yet, because a source may give different records at each read. If nothing differs,
-        the verdict is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
+        and the field. If only the restored state has another record, it is
+        ``{"changed": message}``. If nothing differs, it is ``{NOW: digest}``, or ``{}`` if no host
+        has a digest.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
@@ -65,7 +63,7 @@ def compare(answers: Answers) -> dict[str, Any]:
             ' grain_shard.ShardByMesh(mesh, spec), and pass rows="local"'
         )
     if not lines and not wrong_rows:
-        return _compare_contents(answers)
+        return _compare_records(answers)
     remedies = list(dict.fromkeys(remedy for _, remedy in wrong_rows))
     if lines:
         same = "run the same script with the same arguments, files and checkpoint on every host."
@@ -105,38 +103,36 @@ def _message(problem: str, lines: Iterable[str], remedy: str) -> str:
     return "\n".join([problem, *lines, f"  remedy: {remedy}"])
 
 
-def _compare_contents(answers: Answers) -> dict[str, Any]:
-    found = [(host, answer.get(CONTENTS, {})) for host, answer in answers.items()]
-    now = {host: contents[NOW] for host, contents in found if contents.get(NOW)}
-    records = next(iter(now.values()), {})
-    saved = next((contents[SAVED] for _, contents in found if contents.get(SAVED)), records)
-    if lines := differences(now):
+def _compare_records(answers: Answers) -> dict[str, Any]:
+    read = {host: answer for host, answer in answers.items() if answer.get(NOW)}
+    if line := difference(NOW, read):
         error = "the hosts read different records at the same index of their source."
         remedy = f"{_SAME} and give all hosts all records: slice by no jax.process_index()."
-        return {"doubt": _message(error, lines, remedy), "of": "hosts"}
-    if saved == records or not records:
-        return {CONTENTS: "".join(records.values())} if records else {}
+        return {"error": _message(error, [line], remedy)}
+    now = next((answer[NOW] for answer in read.values()), "")
+    saved = next((answer[SAVED] for answer in answers.values() if answer.get(SAVED)), now)
+    if saved == now or not now:
+        return {NOW: now} if now else {}
     error = (
         "the source has changed since the state was saved: it has other records at the same index."
     )
-    lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
     remedy = (
         f"{_SAME} and restore with the records of the saved run. If they were changed on purpose,"
         " call batches.set_state(batches.get_state()) after this error, to go on at the same place."
     )
-    return {"doubt": _message(error, lines, remedy), "of": "state"}
+    return {"changed": _message(error, [f"  {NOW}: saved {saved!r}, now {now!r}"], remedy)}
 
 
 def differences(answers: Answers) -> list[str]:
     """Returns a line of text for each field that differs between hosts.
 
-    Digests of records are left out, and so are a host's own rows, which may differ.
+    The digests of records are left out, and so are a host's own rows, which may differ.
 
     Args:
         answers: The fields of each host, by host.
     """
     names = dict.fromkeys(name for answer in answers.values() for name in answer)
-    compared = [name for name in names if name not in (*OWN_ROWS.values(), CONTENTS)]
+    compared = [name for name in names if name not in (*OWN_ROWS.values(), NOW, SAVED)]
     return [line for name in compared if (line := difference(name, answers))]
 
 
@@ -154,7 +150,7 @@ def difference(name: str, answers: Answers) -> str | None:
     for host, answer in answers.items():
         value = json.dumps(answer[name], sort_keys=True) if name in answer else "nothing"
         hosts_by_value.setdefault(value, []).append(host)
-    if len(hosts_by_value) == 1:
+    if len(hosts_by_value) < 2:
         return None
     groups = [f"{_short(value)} on {hosts_text(hosts)}" for value, hosts in hosts_by_value.items()]
     return f"  {name}: {'; '.join(groups)}"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from grain_shard.errors import AgreementError, HostTimeoutError, StateError
 from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
+from grain_shard.hosts.compare import NOW, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import Listener, listener_of
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, runtime_client
@@ -21,9 +21,8 @@ from grain_shard.threads.background import Background
 
 T = TypeVar("T")
 
-# The names of two rounds. In the first the hosts compare their pipelines. In the second they say
-# whether their sources give the same records again.
-_START, _STEADY = "start", "steady"
+# The name of the round in which the hosts compare their pipelines.
+_START = "start"
 # The names of the two rounds of a save, by the number of the save. In the first the hosts compare
 # the batches at which their saved states are. In the second they say that they wrote their files.
 _SAVE, _WRITTEN = "save {}", "written {}"
@@ -153,24 +152,17 @@ class Together:
         if self._alarm is not None:
             self._alarm.raise_failure()
 
-    def compare(
-        self,
-        fields: Mapping[str, Any],
-        digest: str | None = None,
-        is_steady: Callable[[], bool] = lambda: True,
-    ) -> str:
-        """Compares the pipeline with other hosts' pipelines, and its records with a restored state.
+    def compare(self, fields: Mapping[str, Any], digest: str | None = None) -> str:
+        """Compares the pipeline with other hosts' pipelines, and a record with a restored state.
 
         Only the first call compares. A later call returns the same result.
 
         Args:
             fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
             digest: The digest of this host's rows of the first batch; None if there is no batch.
-            is_steady: Returns True if the source gives the same records when they are read again.
 
         Returns:
-            The digest of the source's records, on which all hosts agree. "" if there is none, or if
-            a source gives different records at each read.
+            The digest of the source's first record, on which all hosts agree; "" if there is none.
 
         Raises:
             AgreementError: A field differs, or a host has failed. The same error is raised on every
@@ -180,25 +172,19 @@ class Together:
             StopIteration: The iterator was closed during the comparison.
         """
         if self._agreed is None:
-            self._agreed = self._compare(self._answer(fields, digest), is_steady)
+            self._agreed = self._compare(self._answer(fields, digest))
             if self._alarm is not None and self._listener is not None:
                 self._alarm.is_agreed = True
                 self._listener.agreed()
         return self._agreed
 
-    def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
+    def _compare(self, answer: Mapping[str, Any]) -> str:
         verdict = self._verdict(_START, answer, compare)
         if verdict is None:  # the iterator was closed
             raise StopIteration
-        if "doubt" not in verdict:
-            return verdict.get(CONTENTS, "")
-
-        is_steady_everywhere = self._verdict(_STEADY, is_steady(), lambda all_: all(all_.values()))
-        if is_steady_everywhere is None:  # the iterator was closed
-            raise StopIteration
-        if is_steady_everywhere:
-            raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
-        return ""
+        if "changed" in verdict:
+            raise StateError(verdict["changed"])
+        return verdict.get(NOW, "")
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         if self._across is None:

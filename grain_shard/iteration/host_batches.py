@@ -11,15 +11,14 @@ There are two kinds of pipelines, each a subclass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
-from grain_shard.iteration.compared_batches import Reread
-from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
+from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.padding import Padding
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.threads.background import Background
@@ -45,7 +44,6 @@ class Opened(NamedTuple):
             whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
         faults: Returns the counts of failed reads.
-        rereads: Some records to read again, beside the first batch.
     """
 
     position: Position
@@ -54,7 +52,6 @@ class Opened(NamedTuple):
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
-    rereads: Sequence[Reread] = ()
 
 
 class HostBatches(ABC):
@@ -67,7 +64,8 @@ class HostBatches(ABC):
             whole batches, of which the host keeps its rows; "local" for rows of its own; "feeds"
             for the rows of its feeds.
         compared: The fields that must be the same on all hosts.
-        contents: The digests of two records of the source; see `Contents`.
+        first_record: The digest of the source's first record, to compare with other hosts and with
+            states.
         padding: The values of rows of padding, and the key of their mask.
         own_feeds: The feeds of this host; empty unless the pipeline is made of feeds.
         keeps_streams: True if the streams of the user run in this process. A thread of one run must
@@ -81,7 +79,7 @@ class HostBatches(ABC):
     ends_by_vote: bool = False
     rows: str = GLOBAL
     compared: Mapping[str, Any] = {}
-    contents: Contents = Contents()
+    first_record: FirstRecord = FirstRecord()
     padding: Padding = Padding(1)
     own_feeds: OwnFeeds = OwnFeeds()
     keeps_streams: bool = False

@@ -31,7 +31,7 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placer
 from grain_shard.iteration.run import Parts, Run
-from grain_shard.reading.contents import with_digest, without_digest
+from grain_shard.reading.first_record import with_digest, without_digest
 from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
@@ -138,13 +138,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last batch that ``next`` returned, as plain JSON."""
-        digest = self._host.contents.digest or self._at.digest
+        digest = self._host.first_record.digest or self._at.digest
         return with_digest(self._host.to_state(self._at.position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of a saved state, in an iterator that is new or in use.
 
-        The next call of ``next`` compares the contents of the source with the state. If they
+        The next call of ``next`` compares the source's first record with the state. If they
         differ, that call raises a `StateError`.
 
         Args:

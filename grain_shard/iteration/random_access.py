@@ -7,7 +7,6 @@ import functools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,12 +14,10 @@ import jax
 from grain_shard.errors import ShardingError, StateError, shortened
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
-from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
@@ -30,8 +27,8 @@ from grain_shard.reading.fingerprint import (
     packed,
     unpacked,
 )
+from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.reads import Reads
-from grain_shard.reading.rereads import Maker
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.threads.background import Background, in_background
 from grain_shard.threads.pace import MOST_THREADS, ReadPace
@@ -48,16 +45,16 @@ class RandomAccess(HostBatches):
 
     Args:
         batching: This host's batches. No other object refers to their arrays.
-        contents: Digests of two records of the source, to compare with other hosts and with states.
+        first_record: The digest of the source's first record.
         settings: The options of `shard_to`.
     """
 
     kind = RANDOM_ACCESS
     _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the keys of a state, as in `Progress`
 
-    def __init__(self, batching: Batching, contents: Contents, settings: Settings):
+    def __init__(self, batching: Batching, first_record: FirstRecord, settings: Settings):
         self._batching, self._settings, self._passes = batching, settings, 1
-        self.contents = contents
+        self.first_record = first_record
         self.padding, self.reads_other_rows = batching.rows_of_padding, batching.reads_other_rows
         self.fingerprint = batching.fingerprint()
         self.host_batch_sizes = batching.host_batch_sizes if batching.has_several_sizes else ()
@@ -154,26 +151,19 @@ class RandomAccess(HostBatches):
         def position_after(index: int) -> Progress:
             return cuts.progress(index + 1)
 
-        def reread(maker: str, *, elsewhere: bool, has_threads: bool) -> list[Reread]:
-            sample = functools.partial(batching.sample, start.step, elsewhere=elsewhere)
-            return [Reread(sample, Maker(maker, has_threads))]
-
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, faults)
 
             def made(index: int) -> tuple[Batch, Progress]:
                 batch = tasks.made(index)
                 if index == indices.start:
-                    self.contents.read()
+                    self.first_record.run()
                 return batch, position_after(index)
 
             batches = in_background(
                 made, tasks, buffer_size=buffer_size, num_threads=buffer_size, name=THREAD
             )
-            in_threads = isinstance(settings.executor, ThreadPoolExecutor)
-            name = f"the executor {type(settings.executor).__name__}"
-            again = reread(name, elsewhere=not in_threads, has_threads=in_threads)
-            return Opened(start, batches, total, faults=faults.counts, rereads=again)
+            return Opened(start, batches, total, faults=faults.counts)
         if settings.num_workers and indices:
             of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
             workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
@@ -181,27 +171,25 @@ class RandomAccess(HostBatches):
 
             def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
                 batch, counts = item
-                self.contents.read()
+                self.first_record.run()
                 faults.add(counts)
                 return owned(batch), position_after(next(numbers))
 
             # A buffer of one: while the loop trains, a thread copies the next batch out of the
             # shared memory of the workers.
             batches = in_background(taken, workers, buffer_size=1, name=THREAD)
-            again = reread("a worker process", elsewhere=True, has_threads=False)
-            return Opened(start, batches, total, faults=faults.counts, rereads=again)
+            return Opened(start, batches, total, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
-        reads = Reads(batching, indices, buffer_size, pace, faults=faults, contents=self.contents)
+        reads = Reads(
+            batching, indices, buffer_size, pace, faults=faults, first_record=self.first_record
+        )
         batches = Background(reads, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)
 
-        # A source that only one thread may read must not be read again by another thread.
-        several = settings.num_threads != 1
-        again = reread("a reading thread", elsewhere=False, has_threads=True) if several else []
-        return Opened(start, batches, total, reads=threads, faults=faults.counts, rereads=again)
+        return Opened(start, batches, total, reads=threads, faults=faults.counts)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))

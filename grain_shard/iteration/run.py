@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grain_shard.errors import GrainShardError, ShardingError
-from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
+from grain_shard.hosts.compare import FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.together import AcrossHosts, Together
-from grain_shard.iteration.compared_batches import ComparedBatches
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.long_wait import log_long_wait
 from grain_shard.iteration.placing import Placed, Placer, Placing
@@ -76,10 +75,9 @@ class Run:
             together.waits(waited_s)
 
         place = Placing(parts.placer, meter, self.begins_at, keeps_last=keeps_last)
-        compared = ComparedBatches(opened.batches, opened.rereads, host.contents, faults)
         self._placed: Background[Placed] = in_background(
             place,
-            compared,
+            opened.batches,
             buffer_size=parts.device_buffer_size,
             name="grain-shard-device",
             on_wait=waits,
@@ -156,22 +154,16 @@ class Run:
 
         Raises:
             AgreementError: A field differs between hosts, or another host has failed.
-            StateError: The source has other contents than the restored state.
+            StateError: The source has another first record than the restored state.
         """
         host, placer = self._parts.host, self._parts.placer
-        contents = host.contents
-        self._batches.wait_for(lambda: contents.is_read, on_wait=log_long_wait)
-        by_record = {
-            NOW: contents.by_record(contents.digest),
-            SAVED: contents.by_record(digest),
-        }
-        fields = {**host.next_batch(position), **placer.describe(), CONTENTS: by_record}
+        record = host.first_record
+        self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
+        fields = {**host.next_batch(position), **placer.describe()}
+        fields |= {NOW: record.digest, SAVED: digest}
         if first_digest := self._first_digest():
             fields[FIRST_BATCH] = first_digest
-        agreed = self.together.compare(fields, placer.digest, contents.is_steady)
-        if contents.digest and not agreed:
-            contents.leave_out()
-        contents.digest = agreed
+        record.digest = self.together.compare(fields, placer.digest)
         self._has_compared = True
 
     def raises_again(self, error: BaseException) -> bool:

@@ -24,7 +24,6 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.padding import SHORT_REMEDY, Padding
 from grain_shard.reading.plan import CheckSize, Plan
-from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
@@ -86,15 +85,6 @@ class Batching(Plan):
 
         Returns:
             A builder for each batch, in the order of `indices`.
-        """
-
-    @abstractmethod
-    def sample(self, index: int, *, elsewhere: bool) -> Sample:
-        """Returns some records of a batch, to read them again and compare; see `rereads.py`.
-
-        Args:
-            index: The number of the batch.
-            elsewhere: True if worker processes or an executor make the batches.
         """
 
     def num_batches(self) -> int:

@@ -7,7 +7,7 @@ keeps one of them elsewhere, a change of it is not noticed. A change inside a fu
 noticed either, because only the name of the function is compared. The attributes of a
 transformation's object are not compared: a counter or a cache changes while it runs, a host's
 number differs between hosts, and a run may go on with another image size on purpose. For a change
-of records see `contents.py`.
+of records see `first_record.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.spans import READ, span
 from grain_shard.threads.tasks import Raised, Task
 
@@ -108,7 +107,6 @@ class Read(Task):
         parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
         done: Called with the read after its run.
-        buffers: Looks for arrays that a later read overwrites.
 
     Attributes:
         sink: The sink of the first range.
@@ -123,10 +121,8 @@ class Read(Task):
         parts: Sequence[Part],
         reads_many: bool,
         done: Callable[[Read], None],
-        buffers: ReusedBuffers,
     ):
         self._parts, self._reads_many, self._done = list(parts), reads_many, done
-        self._buffers = buffers
         self.sink: Sink = parts[0].sink
         self.size: int = 0
         self.is_new: bool = parts[0].elements is None
@@ -177,12 +173,7 @@ class Read(Task):
         """Returns the elements of each part, read in one call if the source can.
 
         If the time is over or a read failed, elements at the end are missing.
-
-        Raises:
-            ShardingError: The source overwrites elements that it has returned.
         """
         with span(READ):
             ways = [sink.way(start, stop) for sink, start, stop, _ in parts]
-            read = read_together(ways, until, parts[0].sink.faults)
-            self._buffers.refuse(read, ways)
-            return read
+            return read_together(ways, until, parts[0].sink.faults)

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
+from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.read import Part, Read, records_in_time
-from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Raised
@@ -42,7 +41,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
         buffer_size: Largest number of batches that wait for the loop or are unfinished.
         pace: Decides the number of concurrent reads, and measures the time that one record takes.
         faults: The rules for failed reads.
-        contents: Two records of the source to read and digest beside the first batch.
+        first_record: The first record of the source, to read and digest beside the first batch.
     """
 
     def __init__(
@@ -53,26 +52,25 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
         pace: ReadPace,
         *,
         faults: Faults,
-        contents: Contents,
+        first_record: FirstRecord,
     ):
         super().__init__(buffer_size)
         self._sequence = _Sequence(batching, indices, faults, self.results)
         self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
-        self._contents = None if contents.is_read else contents
+        self._first_record = None if first_record.is_read else first_record
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
-        self._buffers = ReusedBuffers()
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads that were drawn and are not done
 
-    def draw(self) -> Read | Contents | None:
+    def draw(self) -> Read | FirstRecord | None:
         sequence, results = self._sequence, self.results
         lingers = self._pace.threads <= self._buffer_size // 2
         while results.wait_for_room(self._can_draw, lingers=lingers):
-            if (contents := self._contents) and sequence.begun:
-                self._contents = None
-                return contents
+            if (first_record := self._first_record) and sequence.begun:
+                self._first_record = None
+                return first_record
             with self._lock:
                 parts, more_may_be_left = self._draw_left(), self._under_way > 0
             begun = sequence.begun
@@ -80,7 +78,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
                 with self._lock:
                     self._under_way += 1
                 results.begin(sequence.begun - begun)
-                return Read(parts, self._reads_many, self._has_read, self._buffers)
+                return Read(parts, self._reads_many, self._has_read)
             if not more_may_be_left:
                 results.end(sequence.end or Raised(StopIteration(), None))
         return None
@@ -93,7 +91,7 @@ class Reads(ResultTasks[tuple[Batch, Progress]]):
         """
         sequence, has_ended = self._sequence, self._has_ended
         with self._lock:
-            if self._left or (self._contents and sequence.begun):
+            if self._left or (self._first_record and sequence.begun):
                 return True
             if sequence.next and not has_ended:
                 return True

@@ -13,9 +13,8 @@ from grain_shard.grain_inside.routes import route
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cut, Cuts
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
-from grain_shard.reading.sample import Sample
 from grain_shard.reading.stack import RowTemplate
 
 
@@ -98,11 +97,6 @@ class RecordBatching(Batching):
             return found
         (global_batch_size,) = self.unpadded_sizes
         return {**found, "global_batch_size": global_batch_size}
-
-    def sample(self, index: int, *, elsewhere: bool) -> Sample:
-        (builder,) = self.begin([index], Faults(FAIL_AT_ONCE))
-        rows, mask_key = np.arange(builder.size), self.rows_of_padding.mask_key
-        return Sample(self.template.records, builder.records, rows, mask_key)
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         per_epoch, cuts = self.by_record.records, [self.cut(index) for index in indices]

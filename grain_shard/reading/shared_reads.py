@@ -25,7 +25,6 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route, route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
-from grain_shard.reading.reused_buffer import ReusedBuffers
 from grain_shard.spans import READ, span
 from grain_shard.threads.bell import Bell
 from grain_shard.threads.crew import Crew
@@ -298,7 +297,7 @@ class _Lines(Tasks):
     def __init__(self, faults: Faults, num_rows: int, num_feeds: int, bytes_ahead: int):
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows, self._num_feeds = faults, num_rows, num_feeds
-        self._bytes_ahead, self._buffers = bytes_ahead, ReusedBuffers()
+        self._bytes_ahead = bytes_ahead
         self._lock = threading.Lock()
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
@@ -366,7 +365,7 @@ class _Lines(Tasks):
         if not isinstance(part, Part):
             return None
         reads_many = cast(_Line, part.sink).reads_many
-        return Read([part], reads_many, self.has_read, self._buffers)
+        return Read([part], reads_many, self.has_read)
 
     def _drawn(self) -> Part | None:
         with self._lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grain
 import numpy as np
@@ -15,14 +14,12 @@ from grain_shard.host_arrays import copied, empty
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
-from grain_shard.reading.row_values import Leaves, leaves_of_row
-from grain_shard.reading.sample import Sample
 from grain_shard.reading.stack import RowTemplate
-from grain_shard.trees import Batch, FlatBatch, check_record, is_text
+from grain_shard.trees import FlatBatch, check_record, is_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +63,6 @@ class WholeBatching(Batching):
             return {**unknown, **pipeline_digests(self.batches.ds), **super().fingerprint()}
         found = {**made_of.fingerprint(), **super().fingerprint()}
         return {**found, "global_batch_size": self.batches.size}
-
-    def sample(self, index: int, *, elsewhere: bool) -> Sample:
-        if elsewhere:
-            return _WholeSample(self, index)
-        # The rows of a batch cannot be compared with records. But the source may be unsafe for
-        # several threads.
-        made_of = self.batches.made_of
-        return Sample.of_first(self.batches.ds if made_of is None else made_of.template.records)
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         return [_WholeBatch(self, index, faults) for index in indices]
@@ -176,23 +165,6 @@ class _WholeBatch(BatchBuilder):
 
     def _name(self, record: int, among: int) -> str:
         return f"batch {record} of the dataset"
-
-
-class _WholeSample(Sample):
-    """One batch of a dataset of batches: the rows that this host keeps, with their padding."""
-
-    where = "the dataset of batches"
-
-    def __init__(self, batching: WholeBatching, index: int):
-        (builder,) = batching.begin([index], Faults(FAIL_AT_ONCE))
-        super().__init__(batching.batches.ds, builder.records)
-        self._batching, self._index = batching, index
-
-    def given(self, batch: Batch) -> dict[int, Leaves]:
-        return {self.indices[0]: leaves_of_row(batch)}
-
-    def read(self, record: int) -> Any:
-        return self._batching.read_batch(self._index, Faults(FAIL_AT_ONCE))
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> FlatBatch:

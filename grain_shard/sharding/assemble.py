@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, Sharding
 
-from grain_shard.digest import MANY_DIGITS, element_digest
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import ShardingTree
@@ -206,7 +206,7 @@ class Assembler:
         for leaf in leaves:
             check_fits(leaf.path, leaf.dtype, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
-            self.digest = element_digest(flat.arrays, MANY_DIGITS)
+            self.digest = element_digest(flat.arrays)
         if text := [leaf.path for leaf in leaves if leaf.sharding is None]:
             # Once, not for each epoch. Without this line, the first sign is an error of jax.jit.
             logging.log_first_n(

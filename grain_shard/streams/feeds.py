@@ -17,7 +17,7 @@ import grain
 import numpy as np
 from absl import logging
 
-from grain_shard.digest import MANY_DIGITS, element_digest
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError, noting, require_int, text_of
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
@@ -276,10 +276,10 @@ def _warn_of_same_rows(turns: Sequence[Turn]) -> None:
     turn_of: dict[str, Turn] = {}
     with contextlib.suppress(TypeError):  # raised if an object in a row has no digest
         for turn in turns:
-            same = turn_of.setdefault(element_digest(turn.rows[:1], MANY_DIGITS), turn)
+            same = turn_of.setdefault(element_digest(turn.rows[:1]), turn)
             if same is turn or not turn.rows:
                 continue
-            if element_digest(same.rows, MANY_DIGITS) == element_digest(turn.rows, MANY_DIGITS):
+            if element_digest(same.rows) == element_digest(turn.rows):
                 logging.warning(
                     "grain_shard: feeds %d and %d begin with the same rows, so both feeds most"
                     " likely read the same records. remedy: return a different part of the source"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -10,14 +9,10 @@ from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
-from grain_shard.iteration.compared_batches import Reread
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
-from grain_shard.reading.contents import Contents
+from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.iterable import require_new_pass
 from grain_shard.reading.padding import Padding
-from grain_shard.reading.rereads import Maker
-from grain_shard.streams.feed_rows import FeedRows
-from grain_shard.streams.feed_sample import FeedSample
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
@@ -55,25 +50,18 @@ class HostStreams(HostBatches):
         of_padding = {} if plan.padding is None else plan.padding.fingerprint()
         self.fingerprint = {**plan.streams.fingerprint, **of_padding}
         first_stream = self._first_stream = plan.streams.make(0)
-        # A source that only one thread may read must not be read again by another thread.
-        several, of_feeds = options.num_threads != 1, self.kind == FEEDS
-        self._rereads = Reread.of_stream(first_stream, any_number=of_feeds) if several else ()
         if self.kind != FEEDS:
-            self.contents = Contents()  # two hosts may have unlike streams
+            self.first_record = FirstRecord()  # two hosts may have unlike streams
             return
         own = list(plan.numbers)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
-        self.contents = Contents(first_stream)
+        self.first_record = FirstRecord(first_stream)
         self.compared = {**self.fingerprint, "global_batch_size": plan.unpadded_size}
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
-        plan, options, rereads = self._plan, self._options, self._rereads
-        made = StreamBatches(plan, options, position, self.contents)
-        if options.num_workers:
-            assert isinstance(plan, FeedRows)  # other streams take no workers
-            first_rows = functools.partial(FeedSample, plan, options.fault_rules, made.position)
-            rereads = (Reread(first_rows, Maker("a worker process", False)), *rereads)
+        options = self._options
+        made = StreamBatches(self._plan, options, position, self.first_record)
         # Worker processes have a buffer of their own. So with workers, only one batch waits in this
         # process.
         buffer_size = 1 if options.num_workers else options.buffer_size
@@ -82,7 +70,6 @@ class HostStreams(HostBatches):
             in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
             first_digest=made.first_digest,
             faults=made.faults.counts,
-            rereads=rereads,
         )
 
     def require_new_pass(self) -> None:

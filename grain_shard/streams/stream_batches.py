@@ -8,8 +8,8 @@ from typing import Any
 import grain
 
 from grain_shard.errors import reopening
-from grain_shard.reading.contents import Contents, without_digest
 from grain_shard.reading.faults import FaultRules, Faults
+from grain_shard.reading.first_record import FirstRecord, without_digest
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import LEFT_OUT, StreamRows
@@ -41,14 +41,13 @@ class StreamOptions:
 class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
     """The pairs (host batch, position after it) of streams, made by the thread that asks.
 
-    With the first batch, or at the end, it also reads and digests two records of the source; see
-    `Contents`.
+    With the first batch, or at the end, it also reads the source's first record; see `FirstRecord`.
 
     Args:
         plan: The streams, and how their turns become batches.
         options: The options with which the streams run.
         position: The position at which the streams start; None for the beginning.
-        contents: The two records of the source.
+        first_record: The digest of the source's first record.
 
     Attributes:
         faults: Decides on records that cannot be read, and counts them.
@@ -60,9 +59,9 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
         plan: StreamRows,
         options: StreamOptions,
         position: StreamsPosition | None = None,
-        contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
+        first_record: FirstRecord = FirstRecord(),  # noqa: B008 (it has nothing to read)
     ):
-        self._plan, self._contents = plan, contents
+        self._plan, self._first_record = plan, first_record
         self._end: Raised | None = None
         self.faults: Faults = Faults(options.fault_rules)
         step, pickled, learned = position or StreamsPosition.at(0, plan.numbers, {})
@@ -88,8 +87,8 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
                 turns = next(self._turns)
                 if self._joiner.has_ended(turns):
                     # Other hosts may have a batch although this host has none, and all compare
-                    # contents.
-                    self._contents.read()
+                    # the record.
+                    self._first_record.run()
                     raise StopIteration
                 if not (streams := self._plan.streams).has_begun:
                     streams.has_begun = True
@@ -106,8 +105,7 @@ class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
             raise
         states = {turn.number: turn.state for turn in turns}
         self.position = StreamsPosition(self.position.step + 1, states, self._joiner.learned)
-        if not self._contents.is_read:
-            self._contents.read()
+        self._first_record.run()
         return batch, self.position
 
     def first_digest(self) -> str:

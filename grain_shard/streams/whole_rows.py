@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grain_shard.digest import MANY_DIGITS, element_digest
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside import nodes
 from grain_shard.host_arrays import owned
@@ -136,7 +136,7 @@ class WholeJoiner(Joiner):
                 for check in rows.checks:
                     check(flat.rows)
         if rows.layout is not None and rows.layout.num_hosts > 1:
-            self.first_digest = element_digest(flat.arrays, MANY_DIGITS)
+            self.first_digest = element_digest(flat.arrays)
         if rows.padding is not None:
             full = self.learned[_ROWS] or flat.rows
             self.learned = {_ROWS: full}

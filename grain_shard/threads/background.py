@@ -21,9 +21,6 @@ from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.results import Results, ResultTasks
 from grain_shard.threads.tasks import Items, Known, Producer, Raised, Task
 
-# The longest wait, in seconds, until no thread works.
-_IDLE_S = 30.0
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -108,18 +105,6 @@ class Background(Producer[T]):
         if came and not has_come():
             cast(Raised, self._results.final).throw()
         return came
-
-    def wait_until_idle(self) -> None:
-        """Waits until no thread works: the buffer is full, or all threads have ended.
-
-        Only the consumer may call this. It waits 30 seconds at most.
-        """
-        results = self._results
-
-        def is_idle() -> bool:
-            return self._crew.has_no_thread or (results.is_full and results.ready >= results.begun)
-
-        self._crew.wait_for(is_idle, _IDLE_S)
 
     @property
     def _has_ended(self) -> bool:

@@ -39,7 +39,7 @@ class Results(Generic[T]):
             should begin.
         is_stopped: True after `stop`.
         came: Rung when the next result or its error is ready, and when the results are stopped.
-        progress: Rung when any result or its error is ready, and when the buffer becomes full.
+        progress: Rung when any result or its error is ready.
     """
 
     def __init__(self, size: int):
@@ -47,7 +47,6 @@ class Results(Generic[T]):
         self.begun = self.ready = self.taken = 0
         self.final: Raised | None = None
         self.has_end = self.is_stopped = False
-        self._waits_for: Callable[[int], bool] | None = None  # `is_enough` of the waiting thread
         # There are several bells, so that an event wakes only the threads that wait for it.
         self.came, self.progress, self._room_came = Bell(), Bell(), Bell()
         self._lock = threading.Lock()
@@ -57,12 +56,6 @@ class Results(Generic[T]):
     def room(self) -> int:
         """Number of results that may begin now, until the buffer is full."""
         return self.size - (self.begun - self.taken)
-
-    @property
-    def is_full(self) -> bool:
-        """True if a thread waits for room, and there is too little for its task."""
-        is_enough = self._waits_for
-        return is_enough is not None and not is_enough(self.room)
 
     def wait_for_room(self, is_enough: Callable[[int], bool], *, lingers: bool) -> bool:
         """Waits until there is room for the next task.
@@ -80,13 +73,10 @@ class Results(Generic[T]):
             return not self._are_needed or is_enough(self.room if self.room >= least else 0)
 
         if not has_come():
-            self._waits_for = is_enough
-            self.progress.ring()
             with span(ROOM):
                 self._room_came.wait_for(has_come)
                 if lingers:
                     self._room_came.wait_for(lambda: has_come(self.size // 2), _LINGER_S)
-            self._waits_for = None
         return self._are_needed
 
     @property

@@ -15,8 +15,8 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.settings import Settings
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import read_by_several
+from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.plan import P
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.sources.split import warn_of_reshuffled_slice
@@ -64,7 +64,7 @@ class DevicePut(Settings, Stage):
                 settings = replace(self, fault_rules=read_by_several(rules))
         return self._sharded(
             ds,
-            RandomAccess(batching, Contents(ds), settings),
+            RandomAccess(batching, FirstRecord(ds), settings),
             lambda: batching.unpadded_sizes[0],
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,8 +12,6 @@ from grain_shard.errors import ShardingError, describe_error, describe_mesh, req
 from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
-from grain_shard.reading.rereads import REMEDY_OF_RACES, REMEDY_OF_WORLDS, Maker, compare
-from grain_shard.reading.sample import Sample
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
 from grain_shard.threads.worker_processes import refuse_in_worker
@@ -23,8 +19,19 @@ from grain_shard.tools.checking.reading import (
     Comparison,
     Difference,
     Reading,
+    difference_of_records,
     leaves_of,
     rows_in,
+)
+from grain_shard.tools.checking.records import (
+    RANDOM,
+    REUSED,
+    THREADS,
+    UNSAFE,
+    Fault,
+    Level,
+    Records,
+    levels,
 )
 from grain_shard.tools.checking.result import FAILED, Checked, Line
 from grain_shard.tools.checking.variants import (
@@ -35,10 +42,13 @@ from grain_shard.tools.checking.variants import (
     with_options,
 )
 
-# Number of threads that read at the same time, and hosts of the job that are simulated.
-_THREADS, _HOSTS = 16, (2, 4)
-# Threads read a few records many times, for this share of `seconds`, but at most for this long.
-_AGAIN_SHARE, _AGAIN_S = 1 / 60, 1.0
+# Hosts of the job that are simulated.
+_HOSTS = 2, 4
+# Each reading of a source or function has an equal part of this share of `seconds`, and at most
+# this many seconds.
+_RECORDS_SHARE, _RECORDS_S = 1 / 20, 2.0
+# No worker process starts with fewer seconds left: to import JAX and a script takes it some.
+_PROCESS_S = 10.0
 # The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.
 _STATE_BYTES, _PICKLED_BYTES = 200, 2**30
 
@@ -46,6 +56,17 @@ _NOT_RANDOM = (
     "let records depend on their index alone, and return a new array for each. For random values"
     " use .seed(s) and .random_map(f), and only the generator that f gets. Use no time, counter,"
     " cache or random module."
+)
+_NEW_ARRAYS = "return a new array for each record, such as self.buffer.copy()."
+_OF_RACES = (
+    "the source, or the function, is not safe for several threads: hold a threading.Lock() around"
+    " its reads, read with os.pread, or keep a file for each thread in a threading.local(). Or pass"
+    " num_threads=1, or num_workers=n if the source opens its files in each worker process."
+)
+_OF_WORLDS = (
+    "find what differs there: a flag, an environment variable, the working directory, a file"
+    " that was replaced, a global variable that the main script sets, or hash() of a str."
+    " Give it to the source or the function as an argument."
 )
 _IN_ANY_THREAD = (
     "let records depend on no threading.local() and on no setting of one thread: give it to the"
@@ -65,8 +86,10 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
     """Proves that all readers of a pipeline get the same batches: its acceptance test.
 
     One thread of this process reads some batches alone: the first ones and, with random access,
-    some in the middle and the last ones. Then the same batches are read in other ways, and every
-    bit must be the same:
+    some in the middle and the last ones. Some records of each source and each function are read
+    twice by one thread, and then many times by 16 threads. So the error can name the source or
+    function that is random, is not safe for threads, or returns one array for several records. Then
+    the same batches are read in other ways, and every bit must be the same:
 
     * a second time, and the first batch by the thread that calls this function
     * by the pipeline's own threads, workers or executor, by 16 threads, and by a worker process
@@ -158,11 +181,15 @@ class _Check:
         self._start = time.monotonic()
         # All other ways to read together take about as long as ten such readings.
         self._reading = Reading(read_alone(ds), batches, self._start + seconds / 10)
-        self._samples = list(self._records_of_threads())
+        self._levels = levels(ds)
 
     def lines(self) -> Iterator[Line]:
         """Makes one proof after the other until one fails, and yields the lines."""
         yield self._shapes()
+        of_records = self._of_records()
+        yield of_records
+        if of_records.error is not None:
+            return
         proofs = list(self._proofs())
         for proof in proofs:
             # The last proof starts a process, so it gets the rest of the time.
@@ -190,10 +217,10 @@ class _Check:
 
         def threads(comparison: Comparison) -> None:
             self._require_threads()
-            comparison.read(with_options(ds, num_threads=_THREADS), reading.parts)
+            comparison.read(with_options(ds, num_threads=THREADS), reading.parts)
 
         def worker(comparison: Comparison) -> None:
-            self._require_pickled()
+            self._require_pickled(comparison.until - time.monotonic())
             options = {"num_workers": 1, "executor": None}
             comparison.read(with_options(ds, **options), reading.parts)
 
@@ -205,10 +232,9 @@ class _Check:
 
         yield _Proof("read twice, by one thread", _NOT_RANDOM, again)
         yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, loop)
-        remedy = REMEDY_OF_RACES if self._samples else REMEDY_OF_WORLDS
+        remedy = _OF_RACES if self._has_threads else _OF_WORLDS
         yield _Proof(self._own_way(), remedy, own)
-        yield _Proof(f"{_THREADS} threads", REMEDY_OF_RACES, threads)
-        yield _Proof("a few records, many times", REMEDY_OF_RACES, self._many_times)
+        yield _Proof(f"{THREADS} threads", _OF_RACES, threads)
         yield _Proof("a restore, through JSON", _RESTORES, restore)
         meshes = other_meshes(ds, reading.batch_rows)
         for shardings in meshes:
@@ -221,7 +247,7 @@ class _Check:
             yield _Proof("another mesh", "", self._no_mesh)
         for hosts in _HOSTS:
             yield _Proof(f"{hosts} hosts", _ON_ITS_OWN, self._as_hosts(hosts))
-        yield _Proof("a worker process", REMEDY_OF_WORLDS, worker)
+        yield _Proof("a worker process", _OF_WORLDS, worker)
 
     def _own_way(self) -> str:
         settings = self._ds.settings
@@ -267,7 +293,7 @@ class _Check:
 
     def _differs(self, proof: _Proof, step: int, found: Difference) -> ShardingError:
         name, remedy = proof.name, proof.remedy
-        if remedy is not _NOT_RANDOM and not self._is_steady():
+        if remedy is not _NOT_RANDOM and self._is_random():
             remedy = _NOT_RANDOM
         return ShardingError(
             f"{name}: {self._reading.name(step, found.row)} was {found.got}. One thread that read"
@@ -278,14 +304,14 @@ class _Check:
             remedy=remedy,
         )
 
-    def _is_steady(self) -> bool:
-        """Returns True if one thread that reads alone still gets the same batches."""
+    def _is_random(self) -> bool:
+        """Returns True if one thread that reads alone gets other batches than before."""
         again = Comparison(self._reading, time.monotonic() + self._seconds / 10)
         try:
             again.read(read_alone(self._ds), self._reading.parts)
         except Exception:  # one thread alone read these batches before
-            return False
-        return again.found is None
+            return True
+        return again.found is not None
 
     def _require_another_pass(self) -> None:
         try:
@@ -293,26 +319,65 @@ class _Check:
         except ShardingError as error:
             raise _NotMade(f"does not apply: {error.problem}") from None
 
-    def _records_of_threads(self) -> Iterator[Sample]:
-        """Yields a few records of each part; none if no several threads read the records."""
-        host = self._ds.host
-        with contextlib.suppress(ShardingError):  # the source allows no other pass
-            host.require_new_pass()
-            for steps, _ in self._reading.parts:
-                start = steps.start
-                opened = host.open(host.position_at(step=start, record=None) if start else None)
-                opened.batches.close()
-                yield from (one.sample() for one in opened.rereads if one.maker.has_threads)
+    @property
+    def _has_threads(self) -> bool:
+        """True if several threads of this process read the records."""
+        return any(level.by_several for level in self._levels)
+
+    def _of_records(self) -> Line:
+        name, count = "each source and function", 0
+        seconds = min(_RECORDS_S, self._seconds * _RECORDS_SHARE / max(1, len(self._levels)))
+        for level in self._levels:
+            records = Records(level.ds, seconds)
+            fault = records.fault(by_several=level.by_several)
+            count += records.count
+            if fault is not None:
+                error = self._is_faulty(level, fault)
+                return Line(name, f"{count:,} records", FAILED, error)
+        if not count:
+            return Line(name, "", "does not apply: no record can be read by its index")
+        return Line(name, f"{len(self._levels)} of them, {count:,} records")
+
+    def _is_faulty(self, level: Level, fault: Fault) -> ShardingError:
+        record = f"record {fault.record:,} of {level.ds}"
+        found = difference_of_records(fault.got, fault.alone)
+        kinds = {
+            REUSED: (
+                f"a later read changed {record} from {found.alone} to {found.got}. The source, or"
+                " the function, returns one array for several records.",
+                _NEW_ARRAYS,
+            ),
+            RANDOM: (
+                f"{record} was {found.alone}, and {found.got} at the next read, each time for one"
+                " thread that read alone.",
+                _NOT_RANDOM,
+            ),
+            UNSAFE: (
+                f"{record} was {found.got} for one of {THREADS} threads that read at the same time."
+                f" One thread that read alone got {found.alone}, each time.",
+                _OF_RACES,
+            ),
+        }
+        problem, remedy = kinds[fault.kind]
+        return ShardingError(
+            problem,
+            path=found.path,
+            leaf=found.leaf or None,
+            mesh_axes=self._ds.shardings.mesh_axes,
+            remedy=remedy,
+        )
 
     def _require_threads(self) -> None:
-        if not self._samples:
+        if not self._has_threads:
             raise _NotMade("does not apply: one thread at a time reads the records")
 
-    def _require_pickled(self) -> None:
+    def _require_pickled(self, left_s: float) -> None:
         if self._ds.settings.num_workers:
             raise _NotMade("does not apply: the pipeline reads in worker processes")
         if self._ds.host.kind == STREAM:
             raise _NotMade("does not apply: a stream has no num_workers")
+        if left_s < _PROCESS_S:
+            raise _NotMade(f"not checked: fewer than {_PROCESS_S:g} s were left to start it")
         try:
             pickled(self._ds.parents[0], _PICKLED_BYTES)
         except ShardingError as error:
@@ -322,15 +387,6 @@ class _Check:
         devices = jax.local_device_count()
         has = f"this host has {devices} {'device' if devices == 1 else 'devices'}"
         raise _NotMade(f"not checked: {has}, and a batch fits on no mesh of another size")
-
-    def _many_times(self, comparison: Comparison) -> None:
-        self._require_threads()
-        until = time.monotonic() + min(_AGAIN_S, self._seconds * _AGAIN_SHARE)
-        for sample in itertools.cycle(self._samples):
-            compare(sample, {}, Maker("a reading thread", True), lambda: None)
-            comparison.rows += len(sample.indices)
-            if time.monotonic() > until:
-                break
 
     def _as_hosts(self, hosts: int) -> Callable[[Comparison], None]:
         ds = self._ds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError, StateError, describe_leaf
+from grain_shard.errors import ShardingError, StateError, describe_error, describe_leaf, shortened
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import ENDLESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.reading.row_values import same_values, shown_apart
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.tools.checking.values import same_values, shown_apart
 from grain_shard.trees import Batch, flatten, is_text
 
 # Most bytes of batches to keep for the comparison; but at least this many batches are kept.
@@ -53,14 +54,14 @@ class Difference(NamedTuple):
     """The first difference between two readings of one batch.
 
     Attributes:
-        path: Path of the leaf.
+        path: Path of the leaf; None for a whole record.
         row: Row of the batch; None if the whole leaf differs, in shape or dtype.
         got: The value of one reading, as text.
         alone: The value that one thread got that read alone, as text.
         leaf: Dtype and shape of the leaf.
     """
 
-    path: str
+    path: str | None
     row: int | None
     got: str
     alone: str
@@ -94,6 +95,18 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
         of_batch = row if rows is None else int(rows[row])
         return Difference(path, of_batch, *shown_apart(a[row], b[row]), describe_leaf(b))
     return None
+
+
+def difference_of_records(got: Any, alone: Any) -> Difference:
+    """Returns the difference between two readings of one record, which may be of any class."""
+    with contextlib.suppress(Exception):  # a class that JAX and NumPy do not know
+        a, b = leaves_of(got), leaves_of(alone)
+        for path in [path for path in b if path in a]:
+            if not same_values(a[path], b[path]):
+                texts = shown_apart(a[path], b[path])
+                return Difference(path, None, *texts, describe_leaf(b[path]))
+    text = describe_error(got) if isinstance(got, Exception) else shortened(got)
+    return Difference(None, None, text, shortened(alone), "")
 
 
 class Part(NamedTuple):

@@ -124,8 +124,6 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
-    if why_not := ds.host.contents.why_not:
-        yield "contents", f"not compared: {why_not}"
     if why := ds.host.why_unsaved():
         yield "state", why.splitlines()[0]
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size

@@ -1,0 +1,80 @@
+"""The digest of a source's first record, which hosts compare with each other and with a state.
+
+Two sources with the same name and the same number of records may hold other records, or the same
+records in another order. The record is read from the source itself, before any function of the
+user, because the user's functions may be random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from grain_shard.digest import digest, element_digest
+from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.nodes import SOURCE
+from grain_shard.threads.tasks import Task
+
+# The digest is appended to this field of a state, after this mark. With a separate field, a state
+# would exceed 200 bytes.
+_SOURCE, _MARK = "source", "-"
+
+
+class FirstRecord(Task):
+    """The digest of record 0 of a dataset's source; of a mixture, of record 0 of each part.
+
+    As a task, it reads the record in a thread that also reads batches.
+
+    Args:
+        ds: The dataset; None for a pipeline whose records are not compared.
+
+    Attributes:
+        digest: The digest. It is "" before the record is read, and if it cannot be read.
+        is_read: True once the record was read, or if there is none to read.
+    """
+
+    # With size 0, the time of this task is left out when the number of threads is chosen.
+    size = 0
+
+    def __init__(self, ds: Any = None):
+        sources = [] if ds is None else nodes.sources(ds)
+        self._sources = [node for node in sources if type(node) is SOURCE and len(node)]
+        self.digest: str = ""
+        self.is_read: bool = not self._sources
+
+    def run(self) -> None:
+        """Reads the record and sets `digest`, unless that was done before."""
+        if self.is_read:
+            return
+        with contextlib.suppress(Exception):  # the loop raises the error when it reads this record
+            self.digest = digest([element_digest(node[0]) for node in self._sources])
+        self.is_read = True
+
+
+def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
+    """Returns a state with a digest of records at the end of its field ``source``.
+
+    If the digest is "", returns the state unchanged.
+
+    Example:
+        >>> with_digest({"step": 3, "source": "aaaa"}, "bbbb")
+        {'step': 3, 'source': 'aaaa-bbbb'}
+    """
+    return {**state, _SOURCE: f"{state[_SOURCE]}{_MARK}{digest}"} if digest else state
+
+
+def without_digest(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns a state without its digest of records, and the digest.
+
+    The digest is "" if the state has none.
+
+    Example:
+        >>> without_digest({"step": 3, "source": "aaaa-bbbb"})
+        ({'step': 3, 'source': 'aaaa'}, 'bbbb')
+    """
+    source = state.get(_SOURCE)
+    if not isinstance(source, str):
+        return dict(state), ""
+    source, _, digest = source.partition(_MARK)
+    return {**state, _SOURCE: source}, digest

@@ -1,0 +1,217 @@
+"""Reads records of each source and function by one thread alone, and by many at the same time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
+
+import grain
+import jax
+import numpy as np
+
+from grain_shard.digest import element_digest
+from grain_shard.grain_inside import nodes
+from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS
+from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.transient import is_transient
+from grain_shard.threads.background import in_background
+from grain_shard.threads.tasks import Items
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# Number of threads that read at the same time, and the seconds after which Python lets another
+# thread run. With Python's own 5 ms, a source that seeks and reads in one file gives 10 wrong
+# records of 20,000.
+THREADS, _SWITCH_S = 16, 1e-6
+# The most records to keep, at even distances, and bytes after which no further record is kept.
+_RECORDS, _BYTES = 64, 2**28
+# A record that threads read wrongly is random if one thread reads it wrongly, too. That is found
+# out by this many times as many reads.
+_MORE_ALONE = 4
+
+RANDOM, UNSAFE, REUSED = "random", "unsafe", "reused"
+
+
+class Level(NamedTuple):
+    """A dataset that ends with a source or a function of the user.
+
+    Attributes:
+        ds: The dataset.
+        by_several: True if the pipeline reads it with several threads of one process.
+    """
+
+    ds: grain.MapDataset
+    by_several: bool
+
+
+def levels(ds: ShardedDataset) -> list[Level]:
+    """Returns the sources and functions of a pipeline that can be read by index, from below.
+
+    If several have the same text, such as the files of an interleave, the first one is returned.
+    """
+    by_text = dict[str, Level]()
+    for part, by_several in _parts(ds):
+        for node in reversed([*nodes.walk(part)]):
+            is_ours = type(node).__module__.startswith("grain_shard.")
+            if not is_ours and not nodes.only_moves(node) and len(node):
+                by_text.setdefault(nodes.text(node), Level(node, by_several))
+    return list(by_text.values())
+
+
+def _parts(ds: ShardedDataset) -> Iterator[tuple[grain.MapDataset, bool]]:
+    """Yields the parts of a pipeline that can be read by index, and if several threads read it."""
+    settings, (end,) = ds.settings, cast(Any, ds.parents)
+    several = settings.num_threads != 1
+    if ds.host.kind == RANDOM_ACCESS:
+        in_threads = settings.executor is None or isinstance(settings.executor, ThreadPoolExecutor)
+        yield end, in_threads and not settings.num_workers and several
+        return
+    stream = end.plan.streams.make(0)
+    several = several and not nodes.is_run_by_workers(stream)
+    for node in nodes.walk(stream):
+        if (found := nodes.read_ahead(node)) is not None:
+            records, options = found
+            shared = ds.host.kind == FEEDS or options.num_threads != 1
+            yield records, several and shared and nodes.has_threads(options)
+
+
+class Fault(NamedTuple):
+    """A record that differs between two readings.
+
+    Attributes:
+        kind: `RANDOM` if one thread that reads alone gets another record; `UNSAFE` if only several
+            threads get one; `REUSED` if a later read changes the arrays of the record.
+        record: The index of the record.
+        got: The other record; an error if it could not be read; the changed record.
+        alone: The record that one thread read alone.
+    """
+
+    kind: str
+    record: int
+    got: Any
+    alone: Any
+
+
+class Records:
+    """Some records of a dataset that ends with a source or a function.
+
+    Args:
+        ds: The dataset.
+        seconds: Seconds for each of the readings, after which no further record is read.
+
+    Attributes:
+        count: Number of records that are compared.
+    """
+
+    def __init__(self, ds: grain.MapDataset, seconds: float):
+        self._ds, self._seconds = ds, seconds
+        self._reads = 0
+        self._alone = dict(self._read_first())
+        self.count: int = len(self._alone)
+
+    def _read_first(self) -> Iterator[tuple[int, tuple[Any, str]]]:
+        def read(index: int) -> tuple[int, Any, str]:
+            record = self._read(index)
+            return index, record, _digest(record)  # before the next read
+
+        length = min(len(self._ds), sys.maxsize >> 12)
+        indices = np.linspace(0, length - 1, min(length, _RECORDS)).astype(int).tolist()
+        until, kept = time.monotonic() + self._seconds, 0
+        for index, record, digest in _by_threads(read, indices, 1):
+            if isinstance(record, Exception):
+                continue
+            yield index, (record, digest)
+            kept += _num_bytes(record)
+            if time.monotonic() > until or kept > _BYTES:
+                break
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._ds[index]
+        except Exception as error:
+            return error
+
+    def fault(self, *, by_several: bool) -> Fault | None:
+        """Returns the first fault that is found; None if there is none.
+
+        Args:
+            by_several: True to read with several threads, too.
+        """
+        if not self._alone:
+            return None
+        for index, (record, digest) in self._alone.items():
+            if _digest(record) != digest:
+                return Fault(REUSED, index, copy.deepcopy(record), self._read(index))
+        if fault := self._differs([[*self._alone][::-1]]):
+            return fault
+        return self._raced() if by_several else None
+
+    def _raced(self) -> Fault | None:
+        before, reads, orders = sys.getswitchinterval(), self._reads, np.random.default_rng(0)
+        shuffled = (orders.permutation([*self._alone]).tolist() for _ in itertools.count())
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            fault = self._differs(shuffled, THREADS)
+        finally:
+            sys.setswitchinterval(before)
+        if fault is None:
+            return None
+        again = itertools.cycle(self._alone)
+        alone = itertools.islice(again, _MORE_ALONE * (self._reads - reads) + len(self._alone))
+        return self._differs([alone]) or fault._replace(kind=UNSAFE)
+
+    def _differs(self, orders: Iterable[Iterable[int]], threads: int = 1) -> Fault | None:
+        """Reads records again, and returns the first one that differs; None if none does.
+
+        Args:
+            orders: The indices. One thread reads those of one order.
+            threads: Number of threads.
+        """
+        found, until = list[Fault](), time.monotonic() + self._seconds
+
+        def read(order: Iterable[int]) -> int:
+            count = 0
+            for index in order:
+                count += 1
+                got, (alone, digest) = self._read(index), self._alone[index]
+                is_lost = isinstance(got, Exception) and is_transient(got)
+                if not is_lost and _digest(got) != digest:
+                    found.append(Fault(RANDOM, index, got, alone))
+                if found or time.monotonic() > until:
+                    break
+            return count
+
+        for count in _by_threads(read, orders, threads):
+            self._reads += count
+            if found or time.monotonic() > until:
+                break
+        return found[0] if found else None
+
+
+def _by_threads(work: Callable[[S], T], items: Iterable[S], threads: int) -> Iterator[T]:
+    """Yields the results of a function, which threads call in the contexts of this one."""
+    source = Items(iter(items))
+    made = in_background(
+        work, source, buffer_size=threads, num_threads=threads, name="grain-shard-check"
+    )
+    try:
+        yield from made
+    finally:
+        made.close()
+
+
+def _digest(record: Any) -> str:
+    try:
+        return element_digest(record)
+    except Exception:  # a class that has no digest; the functions above it may make arrays of it
+        return type(record).__name__
+
+
+def _num_bytes(record: Any) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(record))
