@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
 from grain_shard.threads.worker_processes import refuse_in_worker
+from grain_shard.tools.checking.apart import apart
 from grain_shard.tools.checking.reading import (
     Comparison,
     Difference,
@@ -33,7 +35,7 @@ from grain_shard.tools.checking.records import (
     Records,
     levels,
 )
-from grain_shard.tools.checking.result import FAILED, Checked, Line
+from grain_shard.tools.checking.result import FAILED, OK, Checked, Line
 from grain_shard.tools.checking.variants import (
     of_host,
     on_mesh,
@@ -82,7 +84,7 @@ _RESTORES = (
 )
 
 
-def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
+def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any = None) -> Checked:
     """Proves that all readers of a pipeline get the same batches: its acceptance test.
 
     One thread of this process reads some batches alone: the first ones and, with random access,
@@ -116,6 +118,9 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
         batches: Most batches to read. Fewer are read if they have more than 1 GiB together.
         seconds: Seconds after which no further batch is read. A proof for which time ran out says
             how many batches it compared.
+        apart_from: A dataset with held-out records, before or after ``.shard_to``: no record may be
+            in both within three epochs. Records are compared by their index in the source, by their
+            files, or by their contents.
 
     Returns:
         The proofs, one line each. It prints as a table, also in a notebook.
@@ -125,13 +130,13 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0) -> Checked:
             and its remedy. Or an argument is not valid, or the mesh has devices of other processes.
         Exception: The pipeline raised it when one thread read it alone.
     """
-    checked = run_checks(ds, batches, seconds)
+    checked = run_checks(ds, batches, seconds, apart_from)
     if checked.error is not None:
         raise checked.error
     return checked
 
 
-def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
+def run_checks(ds: Any, batches: int, seconds: float, apart_from: Any) -> Checked:
     """Makes the proofs of `check` up to the first one that fails, and returns them."""
     require_int("batches", batches, 1)
     if not isinstance(seconds, int | float) or not seconds > 0:
@@ -143,7 +148,7 @@ def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
     pipeline = sharded(ds)
     if pipeline is None:
         raise ShardingError(
-            f"check got a {type(ds).__name__}, which is no pipeline with a mesh.",
+            f"check got a {type(ds).__name__}, which is not a pipeline with a mesh.",
             remedy="check the dataset that .shard_to(mesh) returned.",
         )
     if pipeline.layout.num_hosts > 1:
@@ -154,7 +159,19 @@ def run_checks(ds: Any, batches: int, seconds: float) -> Checked:
             remedy="check the pipeline in a job of one process, with a mesh of its devices. Run"
             " python -m grain_shard rehearse for several hosts.",
         )
-    return Checked(tuple(_Check(pipeline, batches, seconds).lines()))
+    lines = _Check(pipeline, batches, seconds).lines()
+    if apart_from is not None:
+        lines = itertools.chain([_apart(pipeline, apart_from, time.monotonic() + seconds)], lines)
+    return Checked(tuple(lines))
+
+
+def _apart(ds: ShardedDataset, other: Any, until: float) -> Line:
+    try:
+        here, there, error = apart(ds, other, until)
+    except TimeoutError:
+        return Line("apart", "", "not checked: the time was over before all contents were read")
+    compared = f"{here:,} and {there:,} records"
+    return Line("apart", compared, OK if error is None else FAILED, error)
 
 
 class _NotMade(Exception):

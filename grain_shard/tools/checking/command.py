@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     pipeline = "module and name of a dataset after .shard_to, or of a function that returns one"
     add("pipeline", metavar="MODULE:FUNCTION", help=pipeline)
+    held_out = "a dataset with held-out records: no record may be in both pipelines"
+    add("--apart-from", metavar="MODULE:FUNCTION", help=held_out)
     most = "most batches to read (default: 20)"
     add("--batches", type=positive_integer, metavar="N", default=20, help=most)
     time = "seconds after which no further batch is read (default: 60)"
@@ -36,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
         UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
         ShardingError: A proof failed.
     """
-    checked = run_checks(_load(args.pipeline), args.batches, args.seconds)
+    held_out = _load(args.apart_from) if args.apart_from else None
+    checked = run_checks(_load(args.pipeline), args.batches, args.seconds, held_out)
     to_screen(checked)
     if checked.error is not None:
         raise checked.error
