@@ -448,7 +448,7 @@ def test_a_failure_shows_which_batch_the_loop_of_each_host_got_last(script):
     assert result.verdict() == [
         "host 0 failed first, with exit code 1",
         "host 0 got batch 2 of iterator 2, and its script has ended",
-        "host 1 got all 3 batches of iterator 2",
+        "host 1 got batch 3 of iterator 2",
     ]
 
 

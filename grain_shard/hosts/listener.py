@@ -1,7 +1,7 @@
 """`Listener`: the thread of a process that hears of other hosts, for all its iterators.
 
-Each host has one value in the key-value store, which all hosts read about once a second: the errors
-of its iterators, and, once its process ends, the batches at which it left them.
+Each host has one value in the key-value store, which all hosts read about twice a second. It has
+the errors of its iterators, and, once its process ends, the batches at which it left them.
 
 After a failure, a process skips the usual exit, in which JAX would wait for the other hosts for
 minutes, and its status is 1. Only if no process ends by an error, and all of them end within 14
@@ -30,9 +30,9 @@ from grain_shard.threads.background import Background
 
 # The topic under which each host tells the others of errors and of its end.
 _TOLD = "told"
-# Seconds between two looks. With more than 250 hosts it is four milliseconds for each host, because
+# Seconds between two looks. With more than 125 hosts it is four milliseconds for each host, because
 # the process of the first host has to serve the calls of all hosts.
-_TURN_S, _FOR_A_HOST_S, _TURN_AT_EXIT_S = 1.0, 0.004, 0.2
+_TURN_S, _FOR_A_HOST_S, _TURN_AT_EXIT_S = 0.5, 0.004, 0.2
 # Most seconds after a failure for which the first process waits until the others have ended. The
 # store is in the first process, and ends with it.
 _OTHERS_END_S = 14.0

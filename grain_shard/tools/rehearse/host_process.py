@@ -32,11 +32,12 @@ _GRACE_S = 2.0
 #   accelerator keeps their order.
 # * A script that raises an error ends the process by _exit. In an ordinary exit, JAX's atexit
 #   handler would wait up to 5 minutes for the other hosts, which in turn wait for this one. (After
-#   `sys.exit` the process ends as it would without a rehearsal.) The process exits half a second
-#   late. The reason: the other hosts fail as soon as its connections break, up to 15 ms (measured)
-#   before the end of its process can be seen. A host that only reports the failure of another host
-#   (AgreementError) exits 3 seconds late. With these delays, and that of `_wait`, the first process
-#   to end is the process that failed first.
+#   `sys.exit` the process ends as it would without a rehearsal.) The process exits two seconds
+#   late. The reason: by then the other hosts have heard of an error of its iterator. And they fail
+#   as soon as its connections break, up to 15 ms (measured) before the end of its process can be
+#   seen. A host that only reports the failure of another host (AgreementError) exits 5 seconds
+#   late. With these delays, and that of `_wait`, the first process to end is the process that
+#   failed first.
 # * After a script that has compiled something, the process ends only when its devices have
 #   finished. A process that ends during a collective of its devices may hang. The devices of a
 #   process run their common computations in order. So this program runs one more computation on all
@@ -53,7 +54,7 @@ class Changes:
     compiled, iterators, place = False, 0, ""
 
     def __init__(self):
-        self.of = {"jax": self.keep_order, "grain_shard.iteration.iterator": self.count_batches}
+        self.of = {"jax": self.keep_order, "grain_shard.stats.meter": self.count_batches}
 
     def find_spec(self, name, path=None, target=None):
         change = self.of.pop(name, None)
@@ -71,26 +72,18 @@ class Changes:
         self.compiled |= event == "/jax/core/compile/backend_compile_duration"
 
     def count_batches(self, module):
-        make, next_batch = module.ShardedIterator.__init__, module.ShardedIterator.__next__
+        handed_out = module.Meter.handed_out
 
-        def __init__(iterator, *args, **kwargs):
-            make(iterator, *args, **kwargs)
-            self.iterators += 1
-            iterator.rehearsed = self.iterators, 0
-
-        def __next__(iterator):
-            number, taken = iterator.rehearsed
-            self.say(f"waits in next for batch {taken + 1:,} of iterator {number}")
-            try:
-                batch = next_batch(iterator)
-            except StopIteration:
-                self.say(f"got all {taken:,} batches of iterator {number}")
-                raise
+        def count(meter, *size):
+            handed_out(meter, *size)
+            if not hasattr(meter, "rehearsed"):
+                self.iterators += 1
+                meter.rehearsed = self.iterators, 0
+            number, taken = meter.rehearsed
+            meter.rehearsed = number, taken + 1
             self.say(f"got batch {taken + 1:,} of iterator {number}")
-            iterator.rehearsed = number, taken + 1
-            return batch
 
-        module.ShardedIterator.__init__, module.ShardedIterator.__next__ = __init__, __next__
+        module.Meter.handed_out = count
         self.file = os.open(notes + ".place", os.O_WRONLY | os.O_CREAT)
 
     def say(self, place):
@@ -104,7 +97,7 @@ del sys.argv[0]
 notes = sys.argv.pop(0)
 changes = Changes()
 sys.meta_path.insert(0, changes)
-left, code, late_s = None, 0, 0.5
+left, code, late_s = None, 0, 2
 try:
     if sys.argv[0] == "-m":
         del sys.argv[0]
@@ -123,7 +116,7 @@ except BaseException as error:
     code = 1
     while error is not None:
         if type(error).__name__ == "AgreementError":
-            late_s = 3
+            late_s = 5
         error = error.__cause__ or error.__context__
 try:
     if changes.place:
