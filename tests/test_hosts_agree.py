@@ -261,7 +261,7 @@ def case_bad_records_that_two_hosts_read(host, _):
     """For each error: the valid rows of the first batch, or the error that comes instead."""
 
     found, mesh = [], mesh_of(jax.devices(), (2, 4), ("model", "data"))
-    options = {"read": "needed", "on_bad_record": "mask", "retries": 0}
+    options = {"on_bad_record": "mask", "retries": 0}
     for error, _ in ERRORS:
         source = Source(8, bad(3, error=lambda text, error=error: error))
         ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)}).batch(8)
