@@ -48,7 +48,7 @@ from grain_shard.tools.checking.variants import (
 _HOSTS = 2, 4
 # Each reading of a source or function has an equal part of this share of `seconds`, and at most
 # this many seconds.
-_RECORDS_SHARE, _RECORDS_S = 1 / 20, 2.0
+_RECORDS_SHARE, _RECORDS_S = 1 / 12, 4.0
 # No worker process starts with fewer seconds left: to import JAX and a script takes it some.
 _PROCESS_S = 10.0
 # The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 # Number of threads that read at the same time, and the seconds after which Python lets another
 # thread run. With Python's own 5 ms, a source that seeks and reads in one file gives 10 wrong
-# records of 20,000.
-THREADS, _SWITCH_S = 16, 1e-6
-# The most records to keep, at even distances, and bytes after which no further record is kept.
+# records of 20,000. In each round the threads are new, because they may fall into step.
+THREADS, _SWITCH_S, _ROUNDS = 16, 1e-6, 4
+# The most records to keep, at even distances, and bytes after which no further one is kept.
 _RECORDS, _BYTES = 64, 2**28
 # A record that threads read wrongly is random if one thread reads it wrongly, too. That is found
 # out by this many times as many reads.
@@ -53,14 +53,16 @@ class Level(NamedTuple):
 def levels(ds: ShardedDataset) -> list[Level]:
     """Returns the sources and functions of a pipeline that can be read by index, from below.
 
-    If several have the same text, such as the files of an interleave, the first one is returned.
+    If several have the same text, such as the files of an interleave, one of them is returned.
     """
-    by_text = dict[str, Level]()
+    by_text = dict[tuple[str, ...], Level]()
     for part, by_several in _parts(ds):
         for node in reversed([*nodes.walk(part)]):
             is_ours = type(node).__module__.startswith("grain_shard.")
             if not is_ours and not nodes.only_moves(node) and len(node):
-                by_text.setdefault(nodes.text(node), Level(node, by_several))
+                text = tuple(map(nodes.text, nodes.walk(node)))
+                if by_several or text not in by_text:
+                    by_text[text] = Level(node, by_several)
     return list(by_text.values())
 
 
@@ -111,7 +113,7 @@ class Records:
 
     def __init__(self, ds: grain.MapDataset, seconds: float):
         self._ds, self._seconds = ds, seconds
-        self._reads = 0
+        self._reads = self._bytes = 0
         self._alone = dict(self._read_first())
         self.count: int = len(self._alone)
 
@@ -122,13 +124,13 @@ class Records:
 
         length = min(len(self._ds), sys.maxsize >> 12)
         indices = np.linspace(0, length - 1, min(length, _RECORDS)).astype(int).tolist()
-        until, kept = time.monotonic() + self._seconds, 0
+        until = time.monotonic() + self._seconds
         for index, record, digest in _by_threads(read, indices, 1):
             if isinstance(record, Exception):
                 continue
             yield index, (record, digest)
-            kept += _num_bytes(record)
-            if time.monotonic() > until or kept > _BYTES:
+            self._bytes += _num_bytes(record)
+            if time.monotonic() > until or self._bytes > _BYTES:
                 break
 
     def _read(self, index: int) -> Any:
@@ -148,44 +150,53 @@ class Records:
         for index, (record, digest) in self._alone.items():
             if _digest(record) != digest:
                 return Fault(REUSED, index, copy.deepcopy(record), self._read(index))
-        if fault := self._differs([[*self._alone][::-1]]):
+        if fault := self._differs([[*self._alone][::-1]], self._seconds):
             return fault
         return self._raced() if by_several else None
 
     def _raced(self) -> Fault | None:
-        before, reads, orders = sys.getswitchinterval(), self._reads, np.random.default_rng(0)
-        shuffled = (orders.permutation([*self._alone]).tolist() for _ in itertools.count())
+        before, reads = sys.getswitchinterval(), self._reads
+        fault, orders = None, np.random.default_rng(0)
+        # If records are large, few in a row, because each thread keeps them.
+        most = max(1, self.count * _BYTES // (THREADS * max(1, self._bytes)))
+        shuffled = (orders.permutation([*self._alone])[:most].tolist() for _ in itertools.count())
         sys.setswitchinterval(_SWITCH_S)
         try:
-            fault = self._differs(shuffled, THREADS)
+            for _ in range(_ROUNDS):
+                fault = fault or self._differs(shuffled, self._seconds / _ROUNDS, THREADS)
         finally:
             sys.setswitchinterval(before)
         if fault is None:
             return None
-        again = itertools.cycle(self._alone)
-        alone = itertools.islice(again, _MORE_ALONE * (self._reads - reads) + len(self._alone))
-        return self._differs([alone]) or fault._replace(kind=UNSAFE)
+        passes = 1 + _MORE_ALONE * (self._reads - reads) // self.count
+        again = itertools.repeat([*self._alone], passes)
+        return self._differs(again, self._seconds) or fault._replace(kind=UNSAFE)
 
-    def _differs(self, orders: Iterable[Iterable[int]], threads: int = 1) -> Fault | None:
+    def _differs(
+        self, orders: Iterable[Iterable[int]], seconds: float, threads: int = 1
+    ) -> Fault | None:
         """Reads records again, and returns the first one that differs; None if none does.
 
         Args:
             orders: The indices. One thread reads those of one order.
+            seconds: Seconds after which no further record is read.
             threads: Number of threads.
         """
-        found, until = list[Fault](), time.monotonic() + self._seconds
+        found, until = list[Fault](), time.monotonic() + seconds
 
         def read(order: Iterable[int]) -> int:
-            count = 0
+            read = dict[int, Any]()
             for index in order:
-                count += 1
-                got, (alone, digest) = self._read(index), self._alone[index]
+                read[index] = self._read(index)
+                if found or time.monotonic() > until:
+                    break
+            # Afterwards, so that most of the time threads are inside of the user's code.
+            for index, got in read.items():
+                alone, digest = self._alone[index]
                 is_lost = isinstance(got, Exception) and is_transient(got)
                 if not is_lost and _digest(got) != digest:
                     found.append(Fault(RANDOM, index, got, alone))
-                if found or time.monotonic() > until:
-                    break
-            return count
+            return len(read)
 
         for count in _by_threads(read, orders, threads):
             self._reads += count
@@ -214,4 +225,8 @@ def _digest(record: Any) -> str:
 
 
 def _num_bytes(record: Any) -> int:
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(record))
+    try:
+        leaves = jax.tree.leaves(record)
+    except Exception:  # keys that have no order, before a function makes a tree of the record
+        leaves = [record]
+    return sum(getattr(leaf, "nbytes", None) or sys.getsizeof(leaf) for leaf in leaves)
