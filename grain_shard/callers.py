@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import os
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 def user_frame() -> FrameType | None:
     """Returns the frame of the innermost caller that is not in this package or in Grain."""
-    return next((frame for frame in _outwards(sys._getframe()) if not _is_own(frame)), None)
+    return next((frame for frame in _outwards(inspect.currentframe()) if not _is_own(frame)), None)
 
 
 def lines_in_pipelines() -> list[str]:
