@@ -97,18 +97,6 @@ def test_after_signals_at_random_times_no_batch_is_lost_or_doubled(kind):
     assert interrupts.sent == count
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_end_although_an_interrupt_cuts_the_iterators_own_end(kind, monkeypatch):
-    monkeypatch.setattr(ShardedIterator, "__del__", lambda self: None)  # cut at its first line
-    others = background_threads()
-    iterator = iter(KINDS[kind](data_mesh(2)))
-    next(iterator)
-    threads = background_threads() - others
-    del iterator
-    gc.collect()
-    assert_ended(threads)
-
-
 def test_an_interrupted_stream_without_a_state_says_that_it_cannot_go_on():
     def make_batches():
         for i in range(4):

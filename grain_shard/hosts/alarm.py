@@ -29,7 +29,7 @@ from grain_shard.threads.background import Background
 
 
 class Alarm:
-    """What this host knows of failures in one iterator, its own and those of other hosts.
+    """The failures of one iterator that this host knows of, on this host and on others.
 
     The loop's thread and the listening thread call the methods.
 

@@ -196,7 +196,3 @@ class Run:
         self.stage.stop()
         self._placed.log_close_error()
         self.together.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "stage"):  # not if `host.open` has raised an error
-            self.let_go()  # again, because an interrupt may have cut short the iterator's __del__

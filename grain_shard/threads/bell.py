@@ -1,10 +1,7 @@
-"""`Bell`: lets threads wait in a way that an interrupt (Ctrl-C) cannot leave half done.
+"""`Bell`: lets threads wait for an event that any thread may announce, also in a ``__del__``.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions. For example, it may
-come after a lock is taken and before its ``with`` block begins, or inside `threading.Condition`,
-whose own code then fails. Most training loops run in the main thread. So ``next`` and ``close`` of
-an iterator take no lock of this package there, and wait by a `Bell`. A call that reads in the
-calling thread, such as ``ds[i]`` or ``abstract_batch``, takes locks.
+The garbage collector may stop the threads of an iterator at any point of any thread. So a bell has
+no lock that this thread could hold, as a `threading.Condition` has.
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ S = TypeVar("S")
 class Bell:
     """Lets threads wait for a condition that other threads make true.
 
-    A bell has no lock of its own that a thread could hold for ever. So any thread may ring it at
-    any point: after an interrupt, in a forked process, or in a ``__del__`` that the garbage
-    collector runs.
+    Any thread may ring it at any point, also in a forked process.
     """
 
     def __init__(self):

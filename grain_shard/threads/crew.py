@@ -5,8 +5,7 @@ source blocks, and can abort the interpreter at exit. A crew replaces them and p
 
 * No thread outlives its consumer: ``close``, garbage collection of the owner and the end of the
   interpreter stop the threads. A thread that is inside the user's code ends when that code returns.
-* An interrupt (Ctrl-C) of the consumer leaves no lock held. The consumer then closes the crew, and
-  opens another one where it stands.
+* After an interrupt (Ctrl-C), the consumer closes the crew, and opens another one where it stands.
 * Errors of closing are reported. ``close`` raises the first one, after everything else has been
   closed. If ``close`` is never called, or has stopped waiting, the error is logged.
 * A fork, or an error of the crew itself, is an error of the consumer, and no endless wait.

@@ -22,10 +22,10 @@ _LINGER_S = 5e-3
 class Results(Generic[T]):
     """Results that several threads make in any order, and that one consumer takes in order.
 
-    Only the threads that make results take the lock. The consumer takes no lock, because an
-    interrupt (Ctrl-C) could leave it locked. The thread that stops the results takes no lock,
-    either. Each change that is made without the lock is atomic. An interrupted consumer stops the
-    results and takes no more of them, because a result may be lost between two instructions.
+    The threads that make results take the lock. `stop` takes none, because the garbage collector
+    may call it in a thread that holds the lock. Each change without the lock is atomic. After an
+    interrupt (Ctrl-C), the consumer stops the results and takes no more of them, because one may be
+    lost.
 
     Args:
         size: Most results that wait or are unfinished.
