@@ -185,7 +185,7 @@ def array_of(leaf: Any) -> Any:
     Any other leaf is returned as it is. So is a leaf that `as_arrays` refuses.
 
     Raises:
-        Exception: The array cannot be had.
+        Exception: The leaf does not become an array.
     """
     if isinstance(leaf, (*_ARRAYS, Mapping)) or any(hasattr(leaf, name) for name in _LABELS):
         return leaf

@@ -4,7 +4,6 @@ Signals at random times, many hundred of a kind: benchmarks/soak/signals.py.
 """
 
 import contextlib
-import gc
 import itertools
 import random
 import signal
@@ -19,7 +18,7 @@ import pytest
 
 import grain_shard
 from benchmarks.soak import signals
-from grain_shard import ShardedIterator, rehearse
+from grain_shard import rehearse
 from tests.conftest import (
     HOSTS_S,
     Restorable,

@@ -21,8 +21,8 @@ def read_arrays(row: Any, recovery: Recovery) -> Any:
         recovery: The rules for failed reads.
 
     Returns:
-        The row; the same object if it has no such leaf. An `Unreadable` if a leaf's array cannot be
-        had.
+        The row; the same object if it has no such leaf. An `Unreadable` if a leaf does not
+        become an array.
     """
     if has_only_arrays(row) or type(row) is Unreadable:
         return row
@@ -40,7 +40,7 @@ def with_arrays(row: Any) -> Any:
     """Returns a row in which the leaves of other libraries are arrays.
 
     Raises:
-        Exception: The array of a leaf cannot be had.
+        Exception: A leaf does not become an array.
         ShardingError: A dict has keys that cannot be sorted.
     """
     leaves, structure = leaves_of(row)
