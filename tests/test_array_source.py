@@ -69,7 +69,7 @@ KINDS = [in_memory, memory_mapped, hdf5, in_zarr, on_a_device]
 
 
 def other(source):
-    return grain.MapDataset.source(source).shuffle(seed=7)[3:40]
+    return grain.MapDataset.source(source)[3:40].shuffle(seed=7)
 
 
 # Choices of indices between the source and the batch.

@@ -497,7 +497,7 @@ WAYS = {
     "nothing": (grain.MapDataset.source, True),
     "a shuffle": (shuffled, True),
     "a slice of a shuffle": (lambda source: shuffled(source)[1::2], True),
-    "repeated": (lambda source: shuffled(source)[:7].repeat(3), True),
+    "repeated": (lambda source: shuffled(source).repeat(3), True),
     "mixed": (mixed, True),
     "concatenated": (lambda s: grain.MapDataset.concatenate([shuffled(s), shuffled(s)]), True),
     "no source": (lambda source: grain.MapDataset.range(40).map(lambda i: source[i]), False),

@@ -30,14 +30,14 @@ def augmented(record, rng):
 
 
 def random_access():
-    ds = records().seed(1).shuffle()[1:].random_map(augmented)
+    ds = records()[1:].seed(1).shuffle().random_map(augmented)
     return ds.map_with_index(lambda i, record: record | {"i": i}).repeat(2).batch(8)
 
 
 def chosen_batches():
     pairs = grain.experimental.ZipMapDataset([records(), records()])
     return (
-        pairs.map(lambda pair: pair[0]).batch(8, drop_remainder=True).shuffle(seed=2)[:2].repeat(2)
+        pairs.map(lambda pair: pair[0]).batch(8, drop_remainder=True)[:2].shuffle(seed=2).repeat(2)
     )
 
 

@@ -30,6 +30,7 @@ def test_a_case_follows_from_its_seed_and_number():
         assert repr(case) != repr(cases.draw(SEED + 1, number)[1])
 
 
+@pytest.mark.filterwarnings("ignore:.* is a slice of records that come in another")
 @pytest.mark.filterwarnings("ignore:this host holds .* shards, but reads every row")
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
 @pytest.mark.parametrize(
