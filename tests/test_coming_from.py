@@ -50,7 +50,9 @@ ELSEWHERE = {
         "`ShardByJaxProcess()` on the source",
     ),
     "test_changing_runs.py: TestEpochs": ("`for epoch in range(n)",),
-    "test_check.py: test_a_fault_is_named_with_its_source_or_function_and_its_leaf": ("random augmentation in",),
+    "test_check.py: test_a_fault_is_named_with_its_source_or_function_and_its_leaf": (
+        "random augmentation in",
+    ),
     "test_contract.py: TestState": ("a sampler's state",),
     "test_contract.py: test_concatenated_valid_rows_are_the_records_in_order": (
         "`experimental_distribute_dataset`",
