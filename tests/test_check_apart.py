@@ -9,9 +9,9 @@ import pytest
 
 import grain_shard
 from grain_shard import ShardingError, check, split
-from grain_shard.tools.checking.apart import records_read
+from grain_shard.tools.checking.apart import Unknown, apart, records_read
 from tests.conftest import data_mesh
-from tests.counting_source import InFiles
+from tests.counting_source import InFiles, Source, bad
 
 SOURCE = [{"id": np.int32(i)} for i in range(40)]
 
@@ -40,12 +40,16 @@ def stream(ds):
     return sharded(ds.seed(1).shuffle().to_iter_dataset().filter(lambda record: True))
 
 
+LATER = float("inf")
+
+
 def line(train, test):
     return next(line for line in check(train, apart_from=test).lines if line.name == "apart")
 
 
 train, test = split(records(), [0.75, 0.25], seed=0)
 shuffled = records().shuffle(seed=1)
+windows = grain.experimental.WindowShuffleMapDataset(records(), window_size=20, seed=0)
 
 APART = {
     "parts of a split": (sharded(train.seed(1).shuffle()), test),
@@ -86,6 +90,7 @@ with warnings.catch_warnings():
         ),
         "feeds": (feeds(records()), test),
         "stream": (stream(records()), test),
+        "a window shuffle": (sharded(windows[:30]), windows[30:]),
         "another source with equal records": (
             sharded(grain.MapDataset.source([dict(record) for record in SOURCE])),
             test,
@@ -107,11 +112,67 @@ def test_a_record_in_both_pipelines_is_named(pair):
 
 
 def test_the_records_that_a_pipeline_reads_are_found_without_reading_them():
-    (read,) = records_read(sharded(train.seed(1).shuffle().random_map(lambda r, rng: r)))
+    ds = sharded(train.seed(1).shuffle().random_map(lambda record, rng: record))
+    (read,) = records_read(ds, LATER)
     assert read.source is SOURCE
-    assert np.flatnonzero(read.is_read).tolist() == sorted(int(r["id"]) for r in train)
+    assert read.indices == sorted(int(record["id"]) for record in train)
 
 
-def test_pipelines_whose_records_have_no_index_are_refused():
-    with pytest.raises(ShardingError, match="have no index"):
-        records_read(grain_shard.from_iterable(SOURCE).shard_to(data_mesh(8)))
+class Reversed(grain.MapDataset):
+    """A dataset of the user: element i is the last but i of its parent."""
+
+    def __len__(self):
+        return len(self.parents[0])
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        return self.parents[0][len(self) - 1 - index]
+
+
+def numbers(first, stop):
+    return sharded(grain.MapDataset.range(first, stop).map(as_record))
+
+
+odd, even = (records().filter(lambda r, rest=rest: r["id"] % 2 == rest) for rest in (1, 0))
+UNKNOWN = {
+    "have no index": (grain_shard.from_iterable(SOURCE).shard_to(data_mesh(8)), test),
+    "it is unknown which records": (sharded(Reversed(records())[:20]), records()[20:]),
+    "numbers of its own": (numbers(0, 20), numbers(10, 30)),
+    "which a filter or a dropped remainder may leave out": (
+        odd.to_iter_dataset().batch(8).shard_to(data_mesh(8)),
+        even,
+    ),
+    "dropped remainder": (
+        records().batch(16).shard_to(data_mesh(8), remainder="drop"),
+        records()[32:],
+    ),
+    "in a zip": (
+        sharded(
+            grain.experimental.ZipMapDataset(
+                [records(), grain.MapDataset.source([np.int32(i % 3) for i in range(40)])]
+            ).map(lambda pair: {"id": pair[0]["id"], "label": pair[1]})
+        ),
+        grain.MapDataset.source([np.int32(i % 3) for i in range(40)]),
+    ),
+    "cannot be compared": (
+        sharded(records()),
+        grain.MapDataset.source(Source(40, bad(7))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("why", "pair"), UNKNOWN.items(), ids=UNKNOWN)
+def test_what_is_unknown_is_said_and_is_no_verdict(why, pair):
+    with pytest.raises(Unknown, match=why):
+        apart(*pair, LATER)
+
+
+def test_after_its_time_it_is_unknown():
+    with pytest.raises(Unknown, match="the time was over"):
+        apart(sharded(train), test, until=0)
+
+
+def test_an_endless_pipeline_of_few_records_is_followed_for_three_epochs_only():
+    (read,) = records_read(feeds(train.repeat()), LATER)
+    assert len(read.indices) == len(train)

@@ -42,11 +42,18 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     return _permutation(length, seed)[indices].astype(np.int64)
 
 
-def permuted(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Returns the index of each index in a permutation, which for most lengths is Grain's shuffle.
+def loses_a_record(length: int) -> bool:
+    """Returns whether Grain's shuffle of so many records has one record twice and lacks another.
 
-    Grain's shuffle of 2**16 + 1, 2**18 + 1, 2**20 + 1, ... records has one record twice and lacks
-    another one, because its cipher permutes one number too few.
+    It does for 2**16 + 1, 2**18 + 1, 2**20 + 1, ... records, because its cipher then permutes one
+    number too few.
+    """
+    bits = (length - 1).bit_length() - 1
+    return bits >= _MIN_BLOCK_BITS and bits % 2 == 0 and length - 1 == 2**bits
+
+
+def permuted(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Returns the index of each index in a permutation: Grain's, unless that loses a record.
 
     Args:
         indices: int64[n], each in ``range(length)``.

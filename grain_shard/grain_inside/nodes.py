@@ -26,6 +26,8 @@ _ITER_BATCH_FN = getattr(
 _BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
 _REBATCH = getattr(grain.experimental, "RebatchIterDataset", None)
 _FILTER = type(grain.MapDataset.range(1).filter(bool))
+_ITER_FILTER = type(grain.MapDataset.range(1).to_iter_dataset().filter(bool))
+_ZIP = grain.experimental.ZipMapDataset
 _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
 SOURCE = type(grain.MapDataset.source([0]))
@@ -148,6 +150,11 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         only_stacks=only_stacks and default_batch_fn,
         num_epochs=len(ds) // max(1, len(node)) if in_order else None,
     )
+
+
+def shuffles_by_window(node: grain.MapDataset) -> bool:
+    """Returns whether a shuffle moves records within windows. Its last window may double some."""
+    return type(node) is getattr(grain.experimental, "WindowShuffleMapDataset", None)
 
 
 def chooses_batches(node: grain.MapDataset) -> bool:
@@ -328,7 +335,22 @@ def before_rows(ds: Any) -> Any:
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
     """Returns whether a pipeline has a filter, so that some indices have no element."""
-    return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
+    return type(ds) in (_FILTER, _ITER_FILTER) or any(map(is_filtered, ds.parents))
+
+
+def is_map_filter(ds: grain.MapDataset) -> bool:
+    """Returns whether a node is a ``.filter``, whose elements may be None."""
+    return type(ds) is _FILTER
+
+
+def is_zip(ds: grain.MapDataset) -> bool:
+    """Returns whether element i of a node is made of the elements i of several datasets."""
+    return type(ds) is _ZIP
+
+
+def is_batched(ds: grain.MapDataset) -> bool:
+    """Returns whether a node is a ``.batch``."""
+    return type(ds) is _BATCH
 
 
 def walk(ds: Any) -> Iterator[Any]:

@@ -40,7 +40,7 @@ def reshuffled_slice(ds: Any, in_epochs: bool, num_slices: int) -> grain.MapData
         if not is_share and _is_reordered(parent):
             return ds
     in_epochs = in_epochs and _below(ds) is not _Below.SAME
-    found = (reshuffled_slice(parent, in_epochs, num_slices) for parent in ds.parents)
+    found = (reshuffled_slice(below, in_epochs, num_slices) for below in nodes.made_of(ds))
     return next((node for node in found if node is not None), None)
 
 

@@ -44,4 +44,4 @@ def with_arrays(row: Any) -> Any:
         ShardingError: A dict has keys that cannot be sorted.
     """
     leaves, structure = leaves_of(row)
-    return structure.unflatten(map(array_of, leaves))
+    return structure.unflatten([array_of(leaf) for leaf in leaves])

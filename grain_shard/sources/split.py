@@ -14,7 +14,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_int, shortened
 from grain_shard.grain_inside import nodes
-from grain_shard.grain_inside.index_shuffle import permuted, permuted_index
+from grain_shard.grain_inside.index_shuffle import loses_a_record, permuted, permuted_index
 from grain_shard.grain_inside.reshuffled import reshuffled_slice
 from grain_shard.grain_inside.routes import ElementsOfParents
 
@@ -48,7 +48,7 @@ def split(source: Any, parts: Sequence[float], seed: int) -> tuple[grain.MapData
 
     Raises:
         ShardingError: A part is empty or negative, the parts together have more than all records,
-            the dataset is repeated, or an argument is not valid.
+            the dataset has a record twice, or an argument is not valid.
     """
     ds = source if isinstance(source, grain.MapDataset) else _dataset(source)
     for node in nodes.walk(ds):
@@ -57,6 +57,16 @@ def split(source: Any, parts: Sequence[float], seed: int) -> tuple[grain.MapData
                 f"split got {ds}, which is repeated, so a record could be in several parts.",
                 remedy="split the records first, and call .repeat(n) on the parts.",
             )
+        if type(node) in nodes.SHUFFLES and (
+            nodes.shuffles_by_window(node) or loses_a_record(len(node))
+        ):
+            raise ShardingError(
+                f"split got records in an order that may have a record twice: {node}, of"
+                f" {len(node)} records.",
+                remedy="leave out this shuffle above split, which puts the records into an order of"
+                " its own.",
+            )
+    seed = int(seed) if isinstance(seed, np.integer) else seed
     require_int("seed", seed, 0)
     if seed >= 2**32:
         raise ShardingError(f"seed={seed} is too large.", remedy="pass a seed below 2**32.")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.routes import below_mixture, route, source_in
@@ -20,17 +21,31 @@ _EPOCHS = 3
 _CHUNK = 2**16  # indices that are followed down to the sources at a time
 
 
+class Unknown(Exception):
+    """It is not known whether the pipelines share a record. The text says why."""
+
+
 class Read:
     """The records of one source that a pipeline reads.
 
     Attributes:
         source: The source, or the dataset at the beginning of the pipeline.
         is_read: bool[len(source)], True for the records that the pipeline reads.
+        is_part: True if the source is one of several in a zip, so that a record is more than this.
     """
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, is_part: bool):
         self.source: Any = source
         self.is_read = np.zeros(len(source), bool)
+        self.is_part: bool = is_part
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices of the records that are read."""
+        return np.flatnonzero(self.is_read).tolist()
+
+    def __str__(self) -> str:
+        return f"the source {type(self.source).__name__}"
 
 
 def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | None]:
@@ -43,22 +58,23 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     Args:
         ds: A dataset after ``.shard_to``, or a `grain.MapDataset`.
         other: Another one.
-        until: Time by `time.monotonic` after which no further record is read for its contents.
+        until: Time by `time.monotonic` after which no further record is looked at.
 
     Returns:
         The number of records of each pipeline that were compared; and the error that names records
         of both, or None.
 
     Raises:
-        ShardingError: The records of a pipeline have no index.
-        TimeoutError: The time was over before all contents were compared.
+        Unknown: It cannot be found out, or the time was over.
     """
-    here, there = records_read(ds), records_read(other)
+    here, there = records_read(ds, until), records_read(other, until)
     shared = [name for a in here for b in there for name in _shared(a, b, until)]
-    counts = [sum(int(read.is_read.sum()) for read in reads) for reads in (here, there)]
+    if shared and (_leaves_out(ds) or _leaves_out(other)):
+        raise Unknown("both read some records, which a filter or a dropped remainder may leave out")
+    counts = [sum(len(read.indices) for read in reads) for reads in (here, there)]
     if not shared:
         return counts[0], counts[1], None
-    some = ", ".join(shared[:3]) + (", ..." if len(shared) > 3 else "")
+    some = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
     error = ShardingError(
         f"both pipelines read {len(shared)} records within {_EPOCHS} epochs: {some}.",
         remedy="cut the records by train, test = grain_shard.split(source, [0.8, 0.2], seed=0), and"
@@ -68,22 +84,22 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     return counts[0], counts[1], error
 
 
-def records_read(ds: Any) -> list[Read]:
+def records_read(ds: Any, until: float) -> list[Read]:
     """Returns the records that a pipeline reads in three epochs, for each of its sources.
 
     Raises:
-        ShardingError: The records of the pipeline have no index.
+        Unknown: The records of the pipeline have no index, or the time was over.
     """
     reads: dict[int, Read] = {}
     for records in _by_index(ds):
-        budget = 0  # the records of three epochs of all sources
-        for start in range(0, _EPOCHS * len(records), _CHUNK):
-            indices = np.arange(start, min(start + _CHUNK, _EPOCHS * len(records)))
-            budget -= _follow(records, indices, reads)
-            if start == 0:
-                budget += _EPOCHS * sum(len(read.is_read) for read in reads.values())
-            if budget <= 0:
-                break
+        # An endless pipeline has no length of an epoch, but its sources have.
+        left = _EPOCHS * sum(len(source) for source in nodes.sources(records))
+        start, stop = 0, _EPOCHS * len(records)
+        while start < stop and left > 0:
+            indices = np.arange(start, min(start + _CHUNK, start + left, stop))
+            left -= _follow(records, indices, reads)
+            start += len(indices)
+            _check_time(until)
     return list(reads.values())
 
 
@@ -100,62 +116,82 @@ def _by_index(ds: Any) -> Iterator[grain.MapDataset]:
         for part in made_of:
             yield from _by_index(part)
     else:
-        raise ShardingError(
-            f"the records of {ds} have no index, so it is unknown which records it reads.",
-            remedy="compare pipelines that begin with a grain.MapDataset.",
-        )
+        raise Unknown(f"the records of {ds} have no index")
 
 
-def _follow(ds: Any, indices: np.ndarray, reads: dict[int, Read]) -> int:
+def _leaves_out(ds: Any) -> bool:
+    """Returns whether a pipeline may read a record that it does not hand out."""
+    end = sharded(ds)
+    if end is not None and end.host.padding.drops_short:
+        return True
+    feeds: Any = end and not end.parents[0].parents and end.parents[0]
+    return nodes.is_filtered(feeds.plan.streams.make(0) if feeds else ds)
+
+
+def _follow(ds: Any, indices: np.ndarray, reads: dict[int, Read], is_part: bool = False) -> int:
     """Marks the records to which indices of a dataset lead, and returns their number."""
     way = route(ds, indices)
     below, indices = way.ds, way.indices
     if (mixed := below_mixture(below, indices)) is not None:
-        parents = enumerate(below.parents)
-        return sum(_follow(parent, mixed[1][mixed[0] == i], reads) for i, parent in parents)
-    if (node := nodes.batch_node(below)) is not None:
+        parts = [(parent, mixed[1][mixed[0] == i]) for i, parent in enumerate(below.parents)]
+        return sum(_follow(parent, own, reads, is_part) for parent, own in parts if len(own))
+    if nodes.is_batched(below) and (node := nodes.batch_node(below)) is not None:
         num_records = len(node.records)
         epochs, batches = np.divmod(indices, len(below))
         places = batches[:, None] * node.global_batch_size + np.arange(node.global_batch_size)
         places += epochs[:, None] * num_records
         in_epoch = places < (epochs[:, None] + 1) * num_records
-        return _follow(node.records, places[in_epoch], reads)
-    if below.parents and all(len(parent) == len(below) for parent in below.parents):
-        # A zip, a filter, or a dataset of the user: element i is made of the elements i.
-        return sum(_follow(parent, indices, reads) for parent in below.parents)
+        return _follow(node.records, places[in_epoch], reads, is_part)
+    if type(below) in nodes.SHUFFLES:  # by windows
+        moved = np.array([nodes.index_below(below)(i) for i in indices.tolist()], np.int64)
+        return _follow(below.parents[0], moved, reads, is_part)
+    if nodes.is_zip(below):
+        return max(_follow(parent, indices, reads, True) for parent in below.parents)
+    if nodes.is_map_filter(below):
+        return _follow(below.parents[0], indices, reads, is_part)
+    if below.parents:
+        raise Unknown(f"it is unknown which records {below} reads")
     source = source_in(below)
-    read = reads.setdefault(id(source), Read(source))
+    read = reads.setdefault(id(source), Read(source, is_part))
     read.is_read[indices % len(source)] = True
     return len(indices)
 
 
 def _shared(a: Read, b: Read, until: float) -> list[str]:
     """Returns texts that name the records in both of two sources."""
-    kind = type(a.source).__name__
     if a.source is b.source:
-        both = np.flatnonzero(a.is_read & b.is_read).tolist()
-        return [f"record {i} of the source {kind}" for i in both]
+        return [f"record {i} of {a}" for i in np.flatnonzero(a.is_read & b.is_read).tolist()]
     if hasattr(a.source, "where") and hasattr(b.source, "where"):
-        here, there = (
-            {str(r.source.where(i)) for i in np.flatnonzero(r.is_read).tolist()} for r in (a, b)
-        )
-        return sorted(here & there)
-    seen = set[bytes]()
-    for i in np.flatnonzero(b.is_read).tolist():
-        seen.add(_contents(b.source[i]))
-        _check_time(until)
-    found = []
-    for i in np.flatnonzero(a.is_read).tolist():
-        if _contents(a.source[i]) in seen:
-            found.append(f"record {i} of the source {kind} (by its contents)")
-        _check_time(until)
-    return found
+        return sorted(_places(a) & _places(b))
+    for read in (a, b):
+        if read.is_part:
+            raise Unknown(f"{read} is one of several in a zip, and the other pipeline has its own")
+        if isinstance(read.source, grain.MapDataset) and isinstance(read.source[0], int):
+            raise Unknown("each pipeline begins with numbers of its own, such as MapDataset.range")
+    seen = {_contents(b, i, until) for i in b.indices}
+    found = [i for i in a.indices if _contents(a, i, until) in seen]
+    return [f"record {i} of {a} (by its contents)" for i in found]
 
 
-def _contents(record: Any) -> bytes:
-    return hashlib.sha256(pickle.dumps(record)).digest()
+def _places(read: Read) -> set[str]:
+    names = set[str]()
+    for i in read.indices:
+        path, position = read.source.where(i)
+        names.add(f"record {position} of {os.path.realpath(path)}")
+    return names
+
+
+def _contents(read: Read, index: int, until: float) -> tuple[str, str]:
+    """Returns a digest of a record, and the texts in it, of which the digest may have a part."""
+    _check_time(until)
+    try:
+        record = read.source[index]
+        texts = [leaf for leaf in jax.tree.leaves(record) if isinstance(leaf, str | os.PathLike)]
+        return element_digest(record), repr(texts)
+    except Exception as error:
+        raise Unknown(f"record {index} of {read} cannot be compared: {error!r}") from error
 
 
 def _check_time(until: float) -> None:
     if time.monotonic() > until:
-        raise TimeoutError
+        raise Unknown("the time was over")

@@ -16,7 +16,7 @@ from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
 from grain_shard.threads.worker_processes import refuse_in_worker
-from grain_shard.tools.checking.apart import apart
+from grain_shard.tools.checking.apart import Unknown, apart
 from grain_shard.tools.checking.reading import (
     Comparison,
     Difference,
@@ -161,15 +161,16 @@ def run_checks(ds: Any, batches: int, seconds: float, apart_from: Any) -> Checke
         )
     lines = _Check(pipeline, batches, seconds).lines()
     if apart_from is not None:
-        lines = itertools.chain([_apart(pipeline, apart_from, time.monotonic() + seconds)], lines)
+        line = _apart(pipeline, apart_from, time.monotonic() + seconds)
+        lines = [line] if line.error is not None else itertools.chain([line], lines)
     return Checked(tuple(lines))
 
 
 def _apart(ds: ShardedDataset, other: Any, until: float) -> Line:
     try:
         here, there, error = apart(ds, other, until)
-    except TimeoutError:
-        return Line("apart", "", "not checked: the time was over before all contents were read")
+    except Unknown as why:
+        return Line("apart", "", f"not checked: {why}")
     compared = f"{here:,} and {there:,} records"
     return Line("apart", compared, OK if error is None else FAILED, error)
 

@@ -6,7 +6,10 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import grain
 
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.tools.arguments import UsageError, positive_integer, positive_seconds
@@ -38,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
         ShardingError: A proof failed.
     """
-    held_out = _load(args.apart_from) if args.apart_from else None
+    held_out = _load(args.apart_from, _is_dataset) if args.apart_from else None
     checked = run_checks(_load(args.pipeline), args.batches, args.seconds, held_out)
     to_screen(checked)
     if checked.error is not None:
@@ -46,8 +49,20 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(text: str) -> Any:
+def _is_sharded(made: Any) -> bool:
+    return sharded(made) is not None
+
+
+def _is_dataset(made: Any) -> bool:
+    return isinstance(made, grain.MapDataset | grain.IterDataset)
+
+
+def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
     """Returns the dataset that ``module:function`` names.
+
+    Args:
+        text: The names.
+        fits: Returns True for a dataset that is allowed.
 
     Raises:
         UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
@@ -68,8 +83,8 @@ def _load(text: str) -> Any:
     if not hasattr(found, name):
         raise UsageError(f"the module {module!r} has no {name!r}.")
     made = getattr(found, name)
-    if sharded(made) is None and callable(made):
+    if not fits(made) and callable(made):
         made = made()
-    if sharded(made) is None:
+    if not fits(made):
         raise UsageError(f"{text} is a {type(made).__name__}, not a dataset after .shard_to(mesh).")
     return made
