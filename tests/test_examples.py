@@ -127,7 +127,7 @@ def test_a_language_model_that_was_stopped_between_two_checkpoints_goes_on(unint
 
 PROMISES = r"""
 The promises:
-  ok: threads, meshes and hosts of any number get the same batches
+  ok: any threads, meshes and hosts get the same batches, and no test image
   ok: 9\d\.\d% of the test images are right, 97 % wanted
   ok: 300 of 300 test images are counted
   ok: compilations: 1 of train_step, 1 of eval_step
