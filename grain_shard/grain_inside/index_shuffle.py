@@ -18,6 +18,9 @@ import numpy as np
 _ROUNDS = 4
 # The cipher permutes 2**b numbers, where b is even and at least 16.
 _MIN_BLOCK_BITS = 16
+# The order of at most so many indices is computed once. To compute the order of a batch each time
+# takes up to 0.8 us a record, a tenth of the time in which records of an array are read.
+_MOST_IN_MEMORY = 2**21
 # With fewer indices than this, it takes many repetitions to reach one: 13,000 if there are 5.
 _FEW = 1024
 
@@ -63,9 +66,9 @@ def permuted(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     Returns:
         int64[n], each in ``range(length)``.
     """
-    if length > 2**_MIN_BLOCK_BITS:
-        return _walked(indices, length, seed, (length - 1).bit_length())
-    return _permutation(length, seed)[indices].astype(np.int64)
+    if length <= _MOST_IN_MEMORY:
+        return _order(length, seed)[indices].astype(np.int64)
+    return _walked(indices, length, seed, (length - 1).bit_length())
 
 
 def permuted_index(index: int, length: int, seed: int) -> int:
@@ -75,12 +78,21 @@ def permuted_index(index: int, length: int, seed: int) -> int:
         >>> permuted_index(3, 100_000, seed=1) == permuted(np.array([3]), 100_000, seed=1).item()
         True
     """
-    if length <= 2**_MIN_BLOCK_BITS:
-        return int(_permutation(length, seed)[index])
+    if length <= _MOST_IN_MEMORY:
+        return int(_order(length, seed)[index])
     word_bits, keys = -(-(length - 1).bit_length() // 2), _round_keys(seed)
     while (index := _encrypted(index, word_bits, keys)) >= length:
         pass
     return index
+
+
+@functools.lru_cache(maxsize=4)
+def _order(length: int, seed: int) -> np.ndarray:
+    """Returns what `permuted` returns for every index, unsigned. It takes 8 MB and 1 s at most."""
+    if length <= 2**_MIN_BLOCK_BITS:
+        return _permutation(length, seed)
+    order = _walked(np.arange(length), length, seed, (length - 1).bit_length())
+    return order.astype(np.uint32)
 
 
 def _walked(indices: np.ndarray, length: int, seed: int, bits: int) -> np.ndarray:
