@@ -49,7 +49,9 @@ def test_the_order_of_a_split_never_changes():
     assert [large[i] for i in range(4)] == [866271, 800351, 992510, 927102]
 
 
-@pytest.mark.parametrize("length", [1, 5, 2**16, 2**16 + 1, 2**17 + 1, 2**18 + 1])
+@pytest.mark.parametrize(
+    "length", [1, 5, 2**16, 2**16 + 1, 2**17 + 1, 2**18 + 1, 2**21 + 1, 2**22 + 1]
+)
 def test_the_order_has_each_record_once(length):
     order = permuted(np.arange(length), length, seed=3)
     assert np.array_equal(np.sort(order), np.arange(length))
