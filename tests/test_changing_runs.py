@@ -568,6 +568,7 @@ def schedules(draw, largest):
     return {step: draw(st.integers(1, largest)) for step in steps}
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(data=st.data(), epochs=st.integers(1, 3), drops=st.booleans())
 def test_records_come_in_order_whatever_the_sizes_meshes_and_interruptions(data, epochs, drops):

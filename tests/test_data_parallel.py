@@ -33,6 +33,8 @@ from grain_shard.training import (
 from tests.conftest import data_mesh
 from tests.on_hosts import refuse_collective_device_put
 
+pytestmark = pytest.mark.slow
+
 NUM_CLASSES = 8
 DEVICE_COUNTS = [1, 2, 8]
 

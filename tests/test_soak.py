@@ -13,6 +13,8 @@ from benchmarks.soak.__main__ import soak
 from benchmarks.soak.worker import Outcome, Worker
 from grain_shard import BatchLayout
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 SEED = 0
 KIND_OF = {number: cases.draw(SEED, number)[0] for number in range(60)}

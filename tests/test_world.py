@@ -246,7 +246,9 @@ if __name__ == "__main__":
 """
 
 
-@slow
+# `long`, so that it runs on the newest Python: so many signals while a worker imports crash Python
+# 3.11.7 itself, in `_get_module_lock`.
+@pytest.mark.long
 def test_a_signal_to_the_whole_job_is_the_loops_to_handle(tmp_path):
     code, out, err = run(SIGNALLED, tmp_path / "program.py")
     assert (code, out, err) == (0, "trained on\n", "")
