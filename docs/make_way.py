@@ -16,32 +16,27 @@ STEPS = [
     [(BOTH, "1  shard_to: stages make a plan", "transforms/, reading/plan.py")],
     [(BOTH, "2  iter: a run opens at a position", "iteration/iterator.py, run.py")],
     [
-        (LEFT, "3  the records of the batch", "reading/cuts.py, record_batching.py"),
-        (RIGHT, "3  a turn of each stream", "streams/turns.py"),
+        (LEFT, "3  a task: the next records", "reading/batch_reads.py, cuts.py"),
+        (RIGHT, "3  a task: a turn of a stream", "streams/turns.py"),
     ],
     [
-        (LEFT, "4  threads divide the records", "reading/reads.py, threads/crew.py"),
-        (RIGHT, "4  one thread takes the turns", "streams/stream_batches.py"),
+        (LEFT, "4  indices become rows", "grain_inside/routes.py"),
+        (RIGHT, "4  Grain's iterator gives rows", "streams/reader.py"),
     ],
     [
-        (LEFT, "5  an index becomes a row", "grain_inside/routes.py"),
-        (RIGHT, "5  records are read ahead", "reading/shared_reads.py"),
+        (LEFT, "5  rows become a padded batch", "reading/batch_builder.py, padding.py"),
+        (RIGHT, "5  rows become a padded batch", "streams/feed_rows.py, whole_rows.py"),
     ],
-    [
-        (LEFT, "6  rows are stacked", "reading/batch_builder.py, stack.py"),
-        (RIGHT, "6  rows are joined", "streams/feed_rows.py, reading/stack.py"),
-    ],
-    [(BOTH, "7  padding and the mask", "reading/padding.py")],
-    [(BOTH, "8  a bounded buffer, in order", "threads/results.py")],
-    [(BOTH, "9  onto the devices", "iteration/placing.py, sharding/assemble.py")],
-    [(BOTH, "10  next: the hosts agree", "iteration/run.py, hosts/compare.py")],
+    [(BOTH, "6  a bounded buffer, in order", "threads/pool.py")],
+    [(BOTH, "7  onto the devices", "iteration/placing.py, sharding/assemble.py")],
+    [(BOTH, "8  next: the hosts agree", "iteration/run.py, hosts/compare.py")],
 ]
 # Who does the steps from the first number to the second.
 LANES = [
     (1, 2, "the loop's thread", "#FDF3E1"),
-    (3, 8, "reading threads", "#E8F1F8"),
-    (9, 9, "the placing thread", "#E6F4EC"),
-    (10, 10, "the loop's thread", "#FDF3E1"),
+    (3, 6, "reading threads", "#E8F1F8"),
+    (7, 7, "the placing thread", "#E6F4EC"),
+    (8, 8, "the loop's thread", "#FDF3E1"),
 ]
 WIDTH, BOX, GAP, HEIGHT, PITCH, LANE, TOP = 760, 290, 12, 44, 60, 148, 34
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
 
 
 @contextlib.contextmanager
@@ -284,3 +285,40 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
             f" first key is 0. Got {given!r}.",
             remedy=remedy,
         )
+
+
+class Raised(NamedTuple):
+    """An error, or StopIteration for the end, in place of a result.
+
+    Attributes:
+        error: The error.
+        traceback: The traceback with which the error is raised each time.
+    """
+
+    error: BaseException
+    traceback: TracebackType | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """Wraps an error that was just caught. A StopIteration becomes a RuntimeError.
+
+        A StopIteration of the user's code would otherwise end the batches without an error.
+        """
+        if isinstance(error, StopIteration):
+            wrapped = RuntimeError(
+                "the pipeline raised StopIteration, which looks like the end of the data\n"
+                "  remedy: give each next(...) in the source, in a .map or in make_feed a default,"
+                " such as next(items, None)."
+            )
+            wrapped.__cause__ = error
+            for note in notes_of(error):  # notes that name the record
+                wrapped.add_note(note)
+            return cls(wrapped, None)
+        return cls(error, error.__traceback__)
+
+    def throw(self) -> NoReturn:
+        """Raises the error: the same object every time, except for StopIteration."""
+        if isinstance(self.error, StopIteration):
+            raise StopIteration
+        # With the first traceback, because Python would make it longer with each raise.
+        raise self.error.with_traceback(self.traceback)

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import private_names
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
-from grain_shard.reading import faults, first_record, read
-from grain_shard.threads import crew
+from grain_shard.reading import batch_reads, faults, first_record
+from grain_shard.threads import pool
 
 HANG_S = 60  # seconds after which a wait counts as a hang
 HOSTS_S = 600  # and hosts, or a program: a busy machine takes a minute or two to start one
@@ -85,7 +85,7 @@ def no_pause_before_another_try(monkeypatch):
 @pytest.fixture
 def no_patience(monkeypatch):
     """Closing hardly waits for a thread that is inside the user's code; else it waits seconds."""
-    monkeypatch.setattr(crew, "_JOIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(pool, "_JOIN_TIMEOUT_S", 0.01)
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -106,7 +106,7 @@ def workers_are_forks(request, monkeypatch):
 @pytest.fixture
 def one_record_at_a_time(monkeypatch):
     """Records that are read one by one are not read several by one thread, fast as they are."""
-    monkeypatch.setattr(read, "_READ_S", 0.0)
+    monkeypatch.setattr(batch_reads, "_READ_S", 0.0)
     monkeypatch.setattr(first_record, "SOURCE", None)  # no record is read to compare sources
 
 

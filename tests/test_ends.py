@@ -15,8 +15,8 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.padding import Padding
 from grain_shard.stats.meter import Meter
-from grain_shard.threads.background import in_background
-from grain_shard.threads.tasks import Items
+from grain_shard.threads.mapped import mapped
+from grain_shard.threads.producer import Items
 from tests.conftest import eventually
 from tests.on_hosts import KeyValues
 
@@ -24,9 +24,9 @@ from tests.on_hosts import KeyValues
 def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad", placed=None):
     """A host's batches, up to the end that it agrees on with the others."""
     options, same = {"name": "grain-shard-test"}, lambda item: item
-    read = in_background(same, Items(iter(batches)), buffer_size=buffer_size, **options)
+    read = mapped(same, Items(iter(batches)), size=buffer_size, **options)
     return AgreedEnd(
-        in_background(same, read if placed is None else Items(placed), buffer_size=1, **options),
+        mapped(same, read if placed is None else Items(placed), size=1, **options),
         read,
         rounds or KeyValues().rounds(0, 1),
         remainder=remainder,

@@ -311,8 +311,8 @@ def test_fast_feeds_wait_for_a_slow_one():
             next(batches)
             rows = 2 * (step + 1)
             assert taken[1] == rows
-            # The others are ahead by the batch that is being made, and no farther.
-            assert all(rows <= of_feed <= rows + 2 for of_feed in taken)
+            # The others are ahead by the batches that may wait on the host, and no farther.
+            assert all(rows <= of_feed <= rows + 2 * 3 for of_feed in taken)
         release.release(1000)
 
 

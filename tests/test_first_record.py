@@ -246,6 +246,12 @@ def test_states_of_the_same_values_in_another_container_are_equal(elements):
     assert of(elements[0]) != of("other values")
 
 
+def test_it_is_in_the_state_of_a_run_of_one_batch():
+    """The run ends while a thread is about to read the record."""
+    ds = records(np.arange(2)).batch(2).shard_to(data_mesh(1))
+    assert {saved(ds)["source"].count("-") for _ in range(50)} == {1}
+
+
 @pytest.mark.parametrize(
     "hold", [list, tuple, np.array, lambda rows: np.array(rows).view(np.memmap)]
 )

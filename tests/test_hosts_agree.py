@@ -280,7 +280,7 @@ def case_first_record_raises(host, _):
 
     def check(record):
         if host == failing:
-            raise ValueError(f"bad record {record['id']}")
+            raise ValueError("bad record")  # of several records, any one may fail first
         return record
 
     found = {}
@@ -543,8 +543,8 @@ def test_a_field_that_is_the_same_everywhere_is_not_named(results):
 @pytest.mark.parametrize(
     ("case", "failing", "error", "told"),
     [
-        (case_first_record_raises, 0, "ValueError", "ValueError: bad record 0"),
-        (case_first_record_raises, ODD, "ValueError", "ValueError: bad record 4"),
+        (case_first_record_raises, 0, "ValueError", "ValueError: bad record"),
+        (case_first_record_raises, ODD, "ValueError", "ValueError: bad record"),
         (
             case_a_batch_of_a_stream_that_one_host_cannot_place,
             ODD,

@@ -371,21 +371,21 @@ def made_ahead(kind, buffers):
     As the hosts have to agree on the end, batches wait for their votes, too.
     """
     here, came = [], threading.Condition()
-    unwatched = StreamBatches.__next__
+    unwatched = StreamBatches.join
 
-    def watched(self):
-        batch, position = unwatched(self)
+    def watched(self, turns):
+        ((batch, position),) = unwatched(self, turns)
         with came:
             here.append(weakref.ref(batch["id"]))
             came.notify_all()
-        return batch, position
+        return [(batch, position)]
 
     def alive():
         return sum(batch() is not None for batch in here)
 
     options, found = dict(zip(("cpu_buffer_size", "device_buffer_size"), buffers, strict=True)), []
     with (
-        mock.patch.object(StreamBatches, "__next__", watched),
+        mock.patch.object(StreamBatches, "join", watched),
         AHEAD[kind](**options) as batches,
     ):
         for step in range(1, 9):

@@ -163,6 +163,7 @@ STAGE = "grain_shard.transforms.stage"
 ASKED_IN = {
     "ElementsOfParents": {"grain_shard.grain_inside.routes"},
     "IterableBatches": {"grain_shard.reading.iterable", "grain_shard.streams.whole_rows"},
+    "RecordReads": set(),
     "RecordStream": set(),
     "RowMapDataset": {STAGE},
     "ShardedDataset": {"grain_shard.iteration.sharded_dataset"},

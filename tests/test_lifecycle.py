@@ -15,7 +15,7 @@ import pytest
 
 from grain_shard import DevicePut, GrainShardError, ShardingTree
 from grain_shard.iteration import long_wait
-from grain_shard.threads import closing, results
+from grain_shard.threads import pool
 from tests.conftest import (
     HANG_S,
     Made,
@@ -226,9 +226,7 @@ class TestWhatCannotBeClosed:
     @pytest.fixture
     def logged(self, monkeypatch):
         errors = []
-        monkeypatch.setattr(
-            closing.logging, "error", lambda text, exc_info: errors.append(exc_info)
-        )
+        monkeypatch.setattr(pool.logging, "error", lambda text, exc_info: errors.append(exc_info))
         return errors
 
     @pytest.mark.parametrize(
@@ -411,31 +409,9 @@ class TestMemory:
 
 # Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
 BLOCKED_THREADS_ARE_LEFT_SOON = """
-        from grain_shard.threads import crew
-        crew._JOIN_TIMEOUT_S = 0.5
+        from grain_shard.threads import pool
+        pool._JOIN_TIMEOUT_S = 0.5
         """
-
-
-def test_a_thread_whose_buffer_was_full_waits_until_half_of_it_is_free(monkeypatch):
-    """After a moment (`_LINGER_S`) it would go on anyway. Here the moment is long."""
-    monkeypatch.setattr(results, "_LINGER_S", HANG_S)
-    buffer, rooms = results.Results(4), []
-    for number in range(buffer.size):
-        buffer.put(buffer.begin(), number)
-
-    def is_enough(room):
-        rooms.append(room)
-        return room > 0
-
-    waiting = threading.Thread(target=lambda: buffer.wait_for_room(is_enough, lingers=True))
-    waiting.start()
-    eventually(lambda: rooms)
-    assert buffer.take() == 0
-    eventually(lambda: 1 in rooms and rooms[-1] == 0)  # there is room for one; it waits for two
-    assert waiting.is_alive()
-    assert buffer.take() == 1
-    waiting.join(HANG_S)
-    assert rooms[-1] == 2
 
 
 EXITS = {
@@ -504,8 +480,8 @@ EXITS = {
         print("end")
         """,
     "with a worker that takes longer to end than the exit waits for threads": """
-        from grain_shard.threads import crew
-        crew._JOIN_TIMEOUT_S = 1.0
+        from grain_shard.threads import pool
+        pool._JOIN_TIMEOUT_S = 1.0
         def decode(i):
             import multiprocessing.util as util
             if i % 16 == 0 and multiprocessing.parent_process() is not None:

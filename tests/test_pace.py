@@ -26,40 +26,37 @@ def fed(rate):
 
 
 REST = [computing(100)] * 3  # after the first read, and after the first attempt that was no better
+# Reads side by side when the first one was done, and the processors that they kept busy.
+ALONE = 1, 1.0
+WAITS = 4, 1 / 4
 
-# Windows, and the numbers of threads before the first one and after each.
+# These two, windows, and the numbers of threads after the first read and after each window.
 TABLE = {
     "reads that wait: as many at once as a processor can serve": (
-        [waiting(10), waiting(160), waiting(1280), waiting(1280)],
-        [1, 16, 128, 128, 128],
+        WAITS,
+        [waiting(160), waiting(1280), waiting(1280)],
+        [16, 128, 128, 128],
     ),
     "no more at once than a processor can serve": (
-        [waiting(10, process_cores=0.2), waiting(50)],
-        [1, 5, 80],
+        (1, 0.2),
+        [waiting(50, process_cores=0.2)],
+        [5, 25],
     ),
-    "no more than there can be": (
-        [waiting(10)] * 2,
-        [1, 16, 1],  # and sixteen that were no better than one are taken back
-    ),
-    "a window in which the consumer waits less than half as long says nothing": (
-        [waiting(10), waiting(10, starved=0.4), waiting(10, starved=0.2), waiting(160)],
-        [1, 16, 16, 16, 128],
-    ),
-    "but four of them do": (
-        [waiting(10), *[waiting(10, starved=0.4)] * 4],
-        [1, 16, 16, 16, 16, 1],
-    ),
+    "nor than 64, by one read": ((1, 0.001), [], [64]),
+    "nor more than one, if reads compute side by side": ((8, 2.0), [], [1]),
     "after attempts in both directions that were no better, attempts are smaller": (
-        [waiting(10), *[computing(rate) for rate in (160, *[150] * 5, 75, *[150] * 8)]],
-        [1, 16, 32, 16, 16, 16, 16, 8, *[16] * 7, 23, 16],
+        WAITS,
+        [computing(160), *[computing(150)] * 5, computing(75), *[computing(150)] * 8],
+        [16, 32, 16, 16, 16, 16, 8, *[16] * 7, 23, 16],
     ),
     "reads that compute stay alone, then twice as many are tried, and taken back if no better": (
-        [computing(50), *REST, computing(100), computing(104)],
-        [1, 1, 1, 1, 1, 2, 1],
+        ALONE,
+        [*REST, computing(100), computing(104)],
+        [1, 1, 1, 1, 2, 1],
     ),
     "or kept if they are; after still more were no better, fewer are tried": (
+        ALONE,
         [
-            computing(50),
             *REST,
             computing(100),
             computing(190),
@@ -67,50 +64,60 @@ TABLE = {
             *([computing(190)] * 4),
             computing(188),
         ],
-        [1, 1, 1, 1, 1, 2, 4, 2, 2, 2, 2, 1, 2],
+        [1, 1, 1, 1, 2, 4, 2, 2, 2, 2, 1, 2],
     ),
     "where no processor is left, fewer are tried": (
-        [computing(50), *REST, computing(100), computing(190, thread_cores=1.9)],
-        [1, 1, 1, 1, 1, 2, 1],
+        ALONE,
+        [*REST, computing(100), computing(190, thread_cores=1.9)],
+        [1, 1, 1, 1, 2, 1],
     ),
     "where reads surely wait, fewer are not tried": (
-        [waiting(10), *[waiting(160)] * 11],
-        [1, 16, 128, 16, 16, 16, 16, 128, 16, 16, 16, 16, 16],
+        WAITS,
+        [waiting(160)] * 11,
+        [16, 128, 16, 16, 16, 16, 128, 16, 16, 16, 16, 16],
     ),
     "where it may be that other processes have the processors, they are": (
-        [waiting(10), *[waiting(160, process_cores=0.2)] * 7],
-        [1, 16, 80, 16, 16, 16, 16, 8, 4],
+        WAITS,
+        [waiting(160, process_cores=0.2)] * 7,
+        [16, 80, 16, 16, 16, 16, 8, 4],
     ),
     "where there can be no more, only after a long rest": (
-        [waiting(10), waiting(160), *[waiting(1280, process_cores=0.2)] * 67],
-        [1, 16, *[128] * 66, 64, 32],
+        WAITS,
+        [waiting(160), *[waiting(1280, process_cores=0.2)] * 67],
+        [16, *[128] * 66, 64, 32],
     ),
     "nothing is tried while the consumer has what it needs": (
-        [waiting(10), *[fed(160)] * 5],
-        [1, 16, 16, 16, 16, 16, 16],
+        WAITS,
+        [fed(160)] * 5,
+        [16, 16, 16, 16, 16, 16],
     ),
     "a source that has become slow is followed at the second window": (
-        [computing(100), *REST[:2], waiting(1), waiting(1), waiting(16)],
-        [1, 1, 1, 1, 1, 16, 128],
+        ALONE,
+        [*REST[:2], waiting(1), waiting(1), waiting(16)],
+        [1, 1, 1, 1, 16, 128],
     ),
     "one slow window is chance": (
-        [computing(100), computing(100), waiting(1), computing(100)],
-        [1, 1, 1, 1, 1],
+        ALONE,
+        [computing(100), waiting(1), computing(100)],
+        [1, 1, 1, 1],
     ),
     "and one that has become fast": (
-        [waiting(10), waiting(160), waiting(1280), *[computing(9000)] * 4],
-        [1, 16, 128, 128, 128, 64, 32, 16],
+        WAITS,
+        [waiting(160), waiting(1280), *[computing(9000)] * 4],
+        [16, 128, 128, 128, 64, 32, 16],
     ),
     "and one that has become fast while other processes have the processors": (
-        [waiting(10), waiting(160), waiting(1280), *[waiting(9000, process_cores=0.4)] * 5],
-        [1, 16, 128, 128, 128, 64, 32, 16, 8],
+        WAITS,
+        [waiting(160), waiting(1280), *[waiting(9000, process_cores=0.4)] * 5],
+        [16, 128, 128, 128, 64, 32, 16, 8],
     ),
 }
 
 
-@pytest.mark.parametrize(("windows", "chosen"), TABLE.values(), ids=TABLE.keys())
-def test_decisions(windows, chosen):
+@pytest.mark.parametrize(("first", "windows", "chosen"), TABLE.values(), ids=TABLE.keys())
+def test_decisions(first, windows, chosen):
     count = ThreadCount(128, cores=2)
+    count.begin(*first)
     threads = [count.threads]
     for window in windows:
         count.decide(window)
@@ -120,6 +127,7 @@ def test_decisions(windows, chosen):
 
 def test_it_rests_the_longer_the_more_often_nothing_helped():
     count, attempts = ThreadCount(128, cores=2), []
+    count.begin(*ALONE)
     for window in range(200):
         before = count.threads
         count.decide(computing(100 if count.threads == 1 else 50))
@@ -147,7 +155,7 @@ class Clock:
 
 def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkeypatch):
     """Sixteen reads of 100 ms that end together are 160 a second, not sixteen in no time."""
-    clock, windows = Clock(), []
+    clock, windows = Clock(most=16), []
     decide = clock.pace.count.decide
     clock.pace.consumer_waits(0.0)
     clock.reads(0.0, 0.1)

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grain_shard import BatchLayout, PadToDivisible, ShardBatch
-from grain_shard.reading import read, reads
+from grain_shard.reading import batch_reads
 from grain_shard.threads.pace import ReadPace
-from grain_shard.threads.results import Results
-from grain_shard.threads.tasks import Raised
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source, bad, nothing
 
@@ -47,8 +45,7 @@ class TestSideBySide:
     @pytest.mark.parametrize(
         ("kind", "num_records", "together", "num_threads", "buffers"),
         [
-            # All records of the batch but the first, which comes alone.
-            pytest.param(Source, 8, range(1, 8), 7, {"cpu_buffer_size": 1}, id="of one batch"),
+            pytest.param(Source, 8, range(8), 8, {"cpu_buffer_size": 1}, id="of one batch"),
             pytest.param(Source, 32, range(8, 24), 16, {}, id="of several batches"),
             pytest.param(BatchedSource, 48, range(8, 40), 4, {}, id="calls for many records"),
         ],
@@ -130,14 +127,13 @@ def test_the_batches_are_the_same_however_many_threads_read(
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-class TestTimeIsOver:
-    """A read that takes longer than records before it leaves the rest to others."""
+@pytest.mark.parametrize("size", [3, 8, 20, 100])
+class TestSizesOfTasks:
+    """A task takes the next records: a part of a batch, or parts of several batches."""
 
     @pytest.fixture(autouse=True)
-    def no_time(self, monkeypatch):
-        # Each read wants as many records as it may take, and is through after one.
-        monkeypatch.setattr(read, "_READ_S", -1.0)
-        monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
+    def of_a_size(self, size, monkeypatch):
+        monkeypatch.setattr(batch_reads.BatchReads, "_records_at_a_time", lambda self: size)
 
     @pytest.mark.parametrize("remainder", ["pad", "drop"])
     def test_the_batches_are_the_same(self, source, num_threads, remainder):
@@ -146,7 +142,7 @@ class TestTimeIsOver:
         )
         assert ids(ds) == in_order(45 if remainder == "pad" else 40, 8)
 
-    def test_what_was_left_of_batches_before_an_error_is_read(self, source, num_threads):
+    def test_the_batches_before_an_error_come_first(self, source, num_threads):
         ds, seen = batches(source(45, bad(21, error=OSError))), []
         with (
             iter(ds.shard_to(data_mesh(2), num_threads=num_threads)) as it,
@@ -157,11 +153,9 @@ class TestTimeIsOver:
 
 
 @pytest.mark.usefixtures("one_record_at_a_time")
-def test_records_that_are_handed_back_after_an_error_are_read(monkeypatch):
-    """Batch 2 fails while batch 1 is read. Then the read of batch 1 hands back record 3."""
+def test_an_earlier_batch_that_is_still_read_comes_before_an_error():
+    """Batch 2 fails while batch 1 is read."""
     inside, failed = threading.Event(), threading.Event()
-    # Each read takes a batch, and has time for one record.
-    monkeypatch.setattr(reads.Reads, "_records_at_a_time", lambda self: 2)
 
     def on_read(index, number):
         if index == 2:
@@ -169,16 +163,9 @@ def test_records_that_are_handed_back_after_an_error_are_read(monkeypatch):
             wait(failed)
         if index == 4:
             wait(inside)
+            threading.Timer(0.05, failed.set).start()
             raise OSError("four")
 
-    put = Results.put
-
-    def put_and_tell(self, number, result):
-        put(self, number, result)
-        if isinstance(result, Raised):
-            failed.set()
-
-    monkeypatch.setattr(Results, "put", put_and_tell)
     ds = batches(Source(8, on_read), 2).shard_to(data_mesh(2), num_threads=3)
     with iter(ds) as iterator:
         assert ids([next(iterator), next(iterator)]) == [[0, 1], [2, 3]]

@@ -156,7 +156,7 @@ class TestInATerminal:
         of_dataset = lines(shown(ds))
         with iter(ds) as iterator:
             added = {line for line in lines(shown(iterator)) - of_dataset if " " in line}
-        assert added == {"reads side by side 1 (the first read runs alone)"}
+        assert added == {"reads side by side 1 (no read is done yet)"}
 
     @pytest.mark.parametrize(
         ("thing", "message"),

@@ -317,9 +317,9 @@ def _stack(items):
         ("random access", 1, 1, 4),
         ("random access", 2, 4, 8),
         ("random access", 1, 8, 8),
-        # Four for all workers, as each has a part of every batch.
-        ("feeds", 2, 1, 4),
-        ("feeds", 3, 8, 8),
+        # Four for all workers, as each has a part of every batch, and the one that they make.
+        ("feeds", 2, 1, 5),
+        ("feeds", 3, 8, 9),
     ],
 )
 def test_no_more_batches_are_made_ahead_than_the_documentation_says(

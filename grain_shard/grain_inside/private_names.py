@@ -47,7 +47,7 @@ _ONE_BY_ONE = "records are found and read one by one"
 _BATCHES, _SEEDS = "batch sizes (the first batch has the size)", "seeds"
 _WEIGHTS = "weights of mixtures"
 _REPEATS, _PACKING, _ORDER = "kinds of repeat", "bins of packing", "indices given to slice"
-_STOPS = "a StopIteration raised by a function of a stream"
+_STACKED = "the leaf of records of a stream that do not stack"
 
 
 def _batches() -> Any:
@@ -95,17 +95,10 @@ def _in_workers() -> Any:
     return stream
 
 
-class _Twice(grain.experimental.FlatMapTransform):
-    max_fan_out = 2
-
-    def flat_map(self, element: Any) -> Any:
-        return element, element
-
-
 PRIVATE_NAMES = {
     "_batch_size": PrivateName((_batches, _stream_batches), _WHOLE, _BATCHES),
     "_drop_remainder": PrivateName((_batches,), _WHOLE),
-    "_batch_fn": PrivateName((_batches, _stream_batches), _WHOLE, _STOPS),
+    "_batch_fn": PrivateName((_batches, _stream_batches), _WHOLE, _STACKED),
     "_reseed_each_epoch": PrivateName((_repeated,), _WHOLE, _REPEATS),
     "_shuffled_index": PrivateName((_shuffled, _by_window), _ONE_BY_ONE),
     "_sliced_index": PrivateName((lambda: _RECORDS[:1],), _ONE_BY_ONE),
@@ -121,7 +114,7 @@ PRIVATE_NAMES = {
     ),
     "_getitems": PrivateName((_shuffled,), _ONE_BY_ONE),
     "_read_options": PrivateName((lambda: _STREAM,), "read_options of a stream are not used"),
-    "_allow_nones": PrivateName((lambda: _STREAM,), "Grain reads ahead for streams"),
+    "_allow_nones": PrivateName((lambda: _STREAM,), "streams read 500 records ahead"),
     "_seed_rng_seed": PrivateName((lambda: _RECORDS.seed(0), lambda: _STREAM.seed(0)), "", _SEEDS),
     "_seed": PrivateName(
         (_shuffled, _by_window, _stream_by_window, lambda: _augmented()._rng_pool),
@@ -145,10 +138,7 @@ PRIVATE_NAMES = {
     "_datasets": PrivateName(
         (lambda: _more.InterleaveIterDataset([_STREAM], cycle_length=1),), "", "interleaved streams"
     ),
-    "_worker_init_fn": PrivateName((_in_workers,), "Grain reads ahead for interleaved streams"),
-    "_map_fn": PrivateName((lambda: _STREAM.map(str),), "", _STOPS),
-    "_filter_fn": PrivateName((lambda: _STREAM.filter(bool),), "", _STOPS),
-    "_transform": PrivateName((lambda: _more.FlatMapIterDataset(_STREAM, _Twice()),), "", _STOPS),
+    "_worker_init_fn": PrivateName((_in_workers,), "interleaved streams read 500 records ahead"),
 }
 
 

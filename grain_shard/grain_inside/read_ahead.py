@@ -1,17 +1,13 @@
-"""Lets this package read the random-access parts of a stream, instead of Grain.
+"""Replaces the ``.to_iter_dataset()`` of a stream, to bound the records that it reads ahead.
 
-``.to_iter_dataset()`` makes a stream of a `MapDataset`, and reads ahead with its own threads.
-Filters, mixes or packing may follow. Here another dataset replaces ``.to_iter_dataset()``. The
-user's functions in the stream are wrapped, too, so that a StopIteration in a function cannot end
-the stream.
+``.to_iter_dataset()`` makes a stream of a `MapDataset`, and reads up to 500 records ahead. Filters,
+mixes or packing may follow. Here another ``.to_iter_dataset()`` replaces it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import reprlib
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +21,6 @@ MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 CheckRecord = Callable[..., None]
 # A function that checks the records of a batch that could not be stacked.
 CheckRecords = Callable[[Sequence[Any]], None]
-# Attributes in which Grain's nodes keep a user's function.
-_FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 
 
 def replace_read_ahead(
@@ -36,8 +30,6 @@ def replace_read_ahead(
     check_records: CheckRecords = lambda records: None,
 ) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
-
-    The user's functions are wrapped, so that a StopIteration in a function is an error.
 
     The nodes that follow these parts are copied, so that no node of the user changes. The streams
     of ``.mp_prefetch`` are left as they are, because other processes run them.
@@ -52,7 +44,7 @@ def replace_read_ahead(
             Grain names neither the record nor the leaf.
 
     Returns:
-        The stream. It is `ds` itself if there is nothing to replace or wrap, or if Grain's private
+        The stream. It is `ds` itself if there is nothing to replace, or if Grain's private
         attributes are unknown.
     """
     known: dict[int, Any] = {}
@@ -73,22 +65,16 @@ def replace_read_ahead(
         if type(node) is grain.experimental.InterleaveIterDataset:
             return _interleaved(node, make_stream)
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
-        functions = {name: fn for name in _FUNCTIONS if _is_users(fn := _own(node, name))}
-        if iter_batch_size(node) is not None:
-            check = functools.partial(check_record, is_changed_later=node is not ds)
-            functions["_batch_fn"] = _checking(_own(node, "_batch_fn"), check, check_records)
-        flat_map = getattr(_own(node, "_transform"), "flat_map", None)
-        if not (changed or functions or flat_map):
+        stacks = iter_batch_size(node) is not None
+        if not (changed or stacks):
             return node
         changed_node = copy.copy(node)
-        str(changed_node)  # Grain keeps the name of the user's function, which is wrapped below
         # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
-        for name, fn in functions.items():
-            setattr(changed_node, name, _without_end(fn))
-        if flat_map:
-            changed_node._transform = types.SimpleNamespace(flat_map=_without_end(flat_map))
+        if stacks:
+            check = functools.partial(check_record, is_changed_later=node is not ds)
+            changed_node._batch_fn = _checking(changed_node._batch_fn, check, check_records)
         return changed_node
 
     try:
@@ -135,15 +121,6 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
 
 
-def _own(node: Any, name: str) -> Any:
-    """Returns an attribute of a node, but none of its class; None if there is no such attribute."""
-    return getattr(node, name, None) if name in vars(node) else None
-
-
-def _is_users(fn: Any) -> bool:
-    return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith("grain.")
-
-
 def _checking(
     batch_fn: Callable[..., Any], check: Callable[[Any], None], check_records: CheckRecords
 ) -> Callable[..., Any]:
@@ -169,28 +146,6 @@ def _checking(
             raise
 
     return checking
-
-
-def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that its StopIteration becomes a RuntimeError.
-
-    Grain would take the StopIteration for the end of the stream.
-    """
-
-    @functools.wraps(fn)
-    def without_end(*args: Any) -> Any:
-        try:
-            return fn(*args)
-        except StopIteration as error:
-            failure = error
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise RuntimeError(
-            f"{name} raised StopIteration for {', '.join(map(reprlib.repr, args))}. Grain would"
-            " take that for the end of the stream.\n"
-            f"  remedy: give each next(...) in {name} a default, such as next(items, None)."
-        ) from failure
-
-    return without_end
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ RouteStep = tuple[Apply, np.ndarray | None]
 # Elements that were read. A list can be emptied while its elements are used. The rows of an
 # `ArrayRows` are copied only when they are used.
 Elements = list[Any] | ArrayRows
-
-NEVER = float("inf")
 
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 _MIXTURES = (
@@ -113,9 +110,8 @@ class Route:
     """A plan for evaluating elements of a pipeline: read from a dataset, then apply functions.
 
     `read` reads the elements, and `finish` applies the functions. Both return an element for each
-    index, or an `Unreadable` in place of an element that failed. They may return only the first
-    elements: they stop when their time is over, and after an `Unreadable` unless the recovery
-    masks.
+    index, or an `Unreadable` in place of an element that failed. They stop after an `Unreadable`,
+    unless the recovery masks.
 
     Attributes:
         ds: The dataset to read: the source, or the first dataset on the way to it that is unknown.
@@ -149,16 +145,14 @@ class Route:
         """True if `read` runs no function of the user, so that `finish` runs all functions."""
         return type(self.ds) in (nodes.SOURCE, nodes.RANGE)
 
-    def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> Elements:
+    def read(self, recovery: Recovery = AT_ONCE) -> Elements:
         """Reads the elements of `ds`, without applying the functions.
 
         Args:
-            until: The time, by `time.perf_counter`, after which no further element is read. At
-                least one is read. A source that reads many elements in a call reads all of them.
             recovery: The rules for failed reads.
 
         Returns:
-            The elements; only the first ones if the time is over or a read failed.
+            The elements; only the first ones if a read failed.
 
         Raises:
             ValueError: A batched read returned more or fewer elements than it was asked for.
@@ -166,9 +160,7 @@ class Route:
         elements = self._lower_end(recovery, by_grain=len(self.indices) > 1)
         try:
             is_read = isinstance(elements, list | ArrayRows)
-            if not is_read and self.reads_many:
-                until = NEVER  # one call reads all elements: a later call would read some again
-            return elements if is_read else _taken(elements, until, recovery)
+            return elements if is_read else _taken(elements, recovery)
         finally:
             # The traceback of an error among the elements refers to this frame. Without `del`,
             # frame and error would keep each other in memory.
@@ -199,24 +191,20 @@ class Route:
             return self._one_by_one(recovery)
         return self._many(read, self.indices, recovery) if len(self.indices) else []
 
-    def finish(
-        self, elements: Elements, until: float = NEVER, recovery: Recovery = AT_ONCE, start: int = 0
-    ) -> Elements:
+    def finish(self, elements: Elements, recovery: Recovery = AT_ONCE, start: int = 0) -> Elements:
         """Applies the functions of the route to elements that `read` returned.
 
         Args:
             elements: The elements.
-            until: The time, by `time.perf_counter`, after which no further element is finished. At
-                least one is finished.
             recovery: The rules for functions that fail.
             start: Position of the first element among the elements of the route.
 
         Returns:
-            The finished elements; only the first ones if the time is over or a function failed.
+            The finished elements; only the first ones if a function failed.
         """
         if not self.steps:
             return elements
-        return _taken(self._up(elements, recovery, start, start + len(elements)), until, recovery)
+        return _taken(self._up(elements, recovery, start, start + len(elements)), recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
         """Returns the elements with the functions applied, each made only when it is asked for.
@@ -254,7 +242,7 @@ class Route:
         The element is read again because a function may have changed it in place.
         """
         way = self.part(i, i + 1)
-        (element,) = way.read(NEVER, recovery)
+        (element,) = way.read(recovery)
         if type(element) is not Unreadable:
             for apply, indices in way.steps:
                 element = apply(element) if indices is None else apply(element, indices.item())
@@ -331,8 +319,8 @@ class Route:
             yield recovery.recovered(failures.pop(), functools.partial(read_one, index))
 
 
-def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:
-    """Returns the elements that an iterator yields until a time, at least one.
+def _taken(elements: Iterable[Any], recovery: Recovery) -> list[Any]:
+    """Returns the elements that an iterator yields.
 
     The list ends after the first `Unreadable`, unless the recovery masks. If the iterator raises an
     error after some elements, an `Unreadable` with this error ends the list. An error before the
@@ -343,8 +331,6 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
         for element in elements:
             taken.append(element)
             if type(element) is Unreadable and not recovery.masks:
-                break
-            if time.perf_counter() > until:
                 break
     except BaseException as error:
         is_main = threading.current_thread() is threading.main_thread()
@@ -362,24 +348,20 @@ def _let_go(elements: list[Any]) -> Iterator[Any]:
         yield elements.pop()
 
 
-def read_together(
-    ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
-) -> list[Elements]:
+def read_together(ways: Sequence[Route], recovery: Recovery = AT_ONCE) -> list[Elements]:
     """Reads the elements of several routes with the same `ds`, in one call if the source can.
 
     Args:
         ways: The routes. Their functions are not applied.
-        until: The time, by `time.perf_counter`, after which no further element is read one by one.
         recovery: The rules for failed reads.
 
     Returns:
-        The elements of each route. If the time is over or a read failed, elements at the end are
-        missing.
+        The elements of each route. If a read failed, elements at the end are missing.
     """
     if len(ways) == 1:
-        return [ways[0].read(until, recovery)]
+        return [ways[0].read(recovery)]
     indices = np.concatenate([way.indices for way in ways])
-    elements = Route(ways[0].ds, indices).read(until, recovery)
+    elements = Route(ways[0].ds, indices).read(recovery)
     stops = itertools.accumulate([len(way.indices) for way in ways], initial=0)
     return [elements[start:stop] for start, stop in itertools.pairwise(stops)]
 

@@ -25,7 +25,7 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.blocked import Blocked
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds
-from grain_shard.threads.background import Background
+from grain_shard.threads.pool import Pool
 
 
 class Alarm:
@@ -50,7 +50,7 @@ class Alarm:
     def __init__(
         self,
         rounds: Rounds,
-        stage: Background[Any] | AgreedEnd[Any],
+        stage: Pool[Any] | AgreedEnd[Any],
         first: int,
         total: int | None,
         tell: Callable[[str], None],
@@ -58,7 +58,7 @@ class Alarm:
         self.series: str = rounds.name
         self._host, self._first, self._tell = rounds.host, first, tell
         self._of = "" if total is None else f" of {total:,}"
-        self._stage: Background[Any] | AgreedEnd[Any] | None = stage
+        self._stage: Pool[Any] | AgreedEnd[Any] | None = stage
         self._taken = self.asked = 0
         self._failure: AgreementError | None = None
         self.all_know = self.is_agreed = self._is_at_end = False

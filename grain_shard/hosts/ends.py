@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.threads.background import Background, in_background
-from grain_shard.threads.tasks import Producer
+from grain_shard.threads.mapped import mapped
+from grain_shard.threads.pool import Pool
+from grain_shard.threads.producer import Producer
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class _Votes(Producer[int]):
 
     def __init__(
         self,
-        read: Background[Any],
+        read: Pool[Any],
         rounds: Rounds,
         decide: Callable[[Answers], Any],
         require_voters: Callable[[Callable[[], list[int]]], None],
@@ -191,8 +192,8 @@ class AgreedEnd(Producer[T]):
 
     def __init__(
         self,
-        placed: Background[T],
-        read: Background[Any],
+        placed: Pool[T],
+        read: Pool[Any],
         rounds: Rounds,
         *,
         remainder: str,
@@ -206,10 +207,10 @@ class AgreedEnd(Producer[T]):
         self._on_wait = on_wait
         self._counter, self._votes = counter(), _Votes(read, rounds, decider, require_voters)
         self._agreed = 0
-        self._voting = in_background(
+        self._voting = mapped(
             lambda agreed: agreed,
             self._votes,
-            buffer_size=2,
+            size=2,
             name="grain-shard-agreement",
             on_wait=self._votes.loop_waits,
         )

@@ -26,7 +26,7 @@ from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.blocked import end_process
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, Store
-from grain_shard.threads.background import Background
+from grain_shard.threads.pool import Pool
 
 # The topic under which each host tells the others of errors and of its end.
 _TOLD = "told"
@@ -72,7 +72,7 @@ class Listener:
     def open(
         self,
         rounds: Rounds,
-        stage: Background[Any] | AgreedEnd[Any],
+        stage: Pool[Any] | AgreedEnd[Any],
         first: int,
         total: int | None,
     ) -> Alarm:

@@ -17,7 +17,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import Listener, listener_of
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, runtime_client
 from grain_shard.hosts.series import Series
-from grain_shard.threads.background import Background
+from grain_shard.threads.pool import Pool
 
 T = TypeVar("T")
 
@@ -77,8 +77,8 @@ class Together:
         self._tried = (0, 0.0)
 
     def until_agreed_end(
-        self, placed: Background[T], read: Background[Any], **how: Any
-    ) -> Background[T] | AgreedEnd[T]:
+        self, placed: Pool[T], read: Pool[Any], **how: Any
+    ) -> Pool[T] | AgreedEnd[T]:
         """Returns the batches up to the end on which all hosts agree.
 
         Args:
@@ -94,7 +94,7 @@ class Together:
         if self._alarm is not None:
             self._alarm.require_voters(missing)
 
-    def start(self, stage: Background[Any] | AgreedEnd[Any]) -> None:
+    def start(self, stage: Pool[Any] | AgreedEnd[Any]) -> None:
         """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:

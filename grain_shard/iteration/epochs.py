@@ -44,8 +44,8 @@ class Epochs(ShardedIterator):
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The number of moves (see `Cursor`) before the epoch that was handed out last, and the
-        # number of that epoch. A reference to its `EpochBatches` would make a cycle: then only the
+        # The number of moves before the epoch that was handed out last, and the number of that
+        # epoch. A reference to its `EpochBatches` would make a cycle: then only the
         # garbage collector would end the threads of an abandoned iterator.
         self._last: tuple[int, int] | None = None
         self._num_epochs, self._has_ended = num_epochs, False
@@ -64,24 +64,24 @@ class Epochs(ShardedIterator):
         After a loop over all epochs, the iterator starts again with the first epoch.
         """
         position, left = self._after_last()
-        if self._has_ended or (not left and position != self._at.position):
+        if self._has_ended or (not left and position != self._position):
             self.reset()
         return self
 
     def __next__(self) -> EpochBatches:
         position, left = self._after_last()
-        if position != self._at.position:
-            self._go_to(position, self._at.digest)
+        if position != self._position:
+            self._go_to(position, self._digest)
         epoch = self._batches.pass_of(position)[0]
         if not left:
             try:
                 # No batch is left. This call tells the other hosts, and raises StopIteration.
                 super().__next__()
             except StopIteration:
-                self._last, self._has_ended = (self._at.moves, epoch), True
+                self._last, self._has_ended = (self._moves, epoch), True
                 raise
-        self._last = self._at.moves, epoch
-        return EpochBatches(self, self._at.moves, epoch, left)
+        self._last = self._moves, epoch
+        return EpochBatches(self, self._moves, epoch, left)
 
     def _go_to(self, position: Position | None, digest: str = "") -> None:
         super()._go_to(position, digest)
@@ -97,8 +97,8 @@ class Epochs(ShardedIterator):
         The next epoch is the epoch that ``next`` hands out next. After a restore inside an epoch,
         it is the rest of that epoch.
         """
-        host, position = self._batches, self._at.position
-        if self._last == (self._at.moves, host.pass_of(position)[0]):
+        host, position = self._batches, self._position
+        if self._last == (self._moves, host.pass_of(position)[0]):
             position = host.next_pass(position)
         return position, host.pass_of(position)[1]
 
@@ -108,7 +108,7 @@ class Epochs(ShardedIterator):
         Args:
             epoch: Number of the epoch, from 0.
         """
-        self._go_to(self._batches.start_of_pass(epoch), self._at.digest)
+        self._go_to(self._batches.start_of_pass(epoch), self._digest)
         return next(self)
 
     def _is_past(self, epoch: int) -> bool:
@@ -121,7 +121,7 @@ class Epochs(ShardedIterator):
             epoch: Number of an epoch that was handed out.
         """
         moves, last = self._last or (None, epoch)
-        return moves == self._at.moves and last != epoch
+        return moves == self._moves and last != epoch
 
     def _left(self, moves: int, stop: int) -> int:
         """Returns the number of batches from the current position to the end of an epoch.
@@ -129,10 +129,10 @@ class Epochs(ShardedIterator):
         The result is 0 if the iterator has gone to another position since the epoch was handed out.
 
         Args:
-            moves: The number of moves when the epoch was handed out; see `Cursor`.
+            moves: The number of moves when the epoch was handed out.
             stop: Number of batches before the end of the epoch, from the beginning of the pipeline.
         """
-        return max(0, stop - self._at.position.step) if moves == self._at.moves else 0
+        return max(0, stop - self._position.step) if moves == self._moves else 0
 
     _next_batch = ShardedIterator.__next__
 
@@ -149,7 +149,7 @@ class EpochBatches(Iterator[Batch]):
         self._epochs = epochs
         self.epoch: int = epoch
         self._moves, self._num_batches = moves, num_batches
-        self._stop, self._is_new = epochs._at.position.step + num_batches, True
+        self._stop, self._is_new = epochs._position.step + num_batches, True
 
     def __len__(self) -> int:
         """Returns the number of all batches of this iterator, also of those already handed out."""

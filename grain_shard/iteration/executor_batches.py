@@ -20,14 +20,13 @@ import cloudpickle
 import jax
 from absl import logging
 
-from grain_shard.errors import GrainShardError, describe_error
+from grain_shard.errors import GrainShardError, Raised, describe_error
 from grain_shard.host_arrays import owned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
-from grain_shard.threads.bell import Bell
 from grain_shard.threads.pickling import pickled, unpickled
-from grain_shard.threads.tasks import Producer, Raised
+from grain_shard.threads.producer import Producer
 from grain_shard.threads.worker_processes import sendable
 from grain_shard.trees import Batch
 
@@ -75,14 +74,18 @@ class ExecutorBatches(Producer[int]):
             )
         self._tries = 1 + faults.rules.times
         self._is_stopped = False
-        self._changed = Bell()  # rung when a task is done, and when the batches are stopped
+        self._changed = threading.Condition()  # a task is done, or the batches are stopped
 
     def __next__(self) -> int:
         return next(self._indices)
 
     def stop(self) -> None:
         self._is_stopped = True
-        self._changed.ring()
+        self._notify()
+
+    def _notify(self, _: object = None) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def made(self, index: int) -> Batch:
         """Has the executor make a batch, and waits for it. Several threads may call this at once.
@@ -121,7 +124,8 @@ class ExecutorBatches(Producer[int]):
                     self._tries,
                     describe_error(error),
                 )
-                self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
         if isinstance(found, BaseException):
             raise found
         leaves, structure, counts, seconds, worker = found
@@ -144,8 +148,9 @@ class ExecutorBatches(Producer[int]):
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:
-        future.add_done_callback(lambda _: self._changed.ring())
-        self._changed.wait_for(lambda: self._is_stopped or future.done())
+        future.add_done_callback(self._notify)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or future.done())
         if not future.done():
             future.cancel()
             raise CancelledError

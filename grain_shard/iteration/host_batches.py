@@ -21,7 +21,7 @@ from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.padding import Padding
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.threads.background import Background
+from grain_shard.threads.pool import Pool
 from grain_shard.trees import Batch
 
 Position = Any
@@ -47,7 +47,7 @@ class Opened(NamedTuple):
     """
 
     position: Position
-    batches: Background[tuple[Batch, Position]]
+    batches: Pool[tuple[Batch, Position]]
     total: int | None = None
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadThreads] = ReadThreads

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import grain
 
@@ -36,30 +36,9 @@ from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.threads.closing import log_unclosed
+from grain_shard.threads.pool import log_unclosed
 from grain_shard.threads.world import World
 from grain_shard.trees import Batch
-
-
-class Cursor(NamedTuple):
-    """The run and the position of an iterator, as one value.
-
-    One assignment replaces the whole value. So an interrupt never leaves half of a change.
-
-    Attributes:
-        run: The run whose batches the iterator hands out.
-        position: The position after the last batch that was handed out.
-        moves: Number of times that the user has sent the iterator to another position.
-        digest: The digest of a restored state that is not compared with the source yet; or "".
-        is_broken: True if an interrupt came while the run was used. The run is then of no more use:
-            a batch may be missing. The next call closes it and opens another one at `position`.
-    """
-
-    run: Run
-    position: Position
-    moves: int = 0
-    digest: str = ""
-    is_broken: bool = False
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
@@ -100,46 +79,56 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         super().__init__()
         self.dataset = dataset
         self._host, self._is_closed = host, False
+        self._moves = 0  # number of times that the user has sent the iterator to another position
         self._meter = Meter(mask_key=host.padding.mask_key)
         self._parts = Parts(host, placer, self._meter, device_buffer_size, across)
         with counted_by(self._meter):
             self._world = World()
-            self._at = self._open(None)
+            self._open(None)
 
     def __repr__(self) -> str:
         axes = describe_mesh(self._parts.placer.mesh_axes)  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
-        begun = "under way" if self._at.run.is_started else "not begun"
+        begun = "under way" if self._run.is_started else "not begun"
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
-    def _open(self, position: Position | None, moves: int = 0, digest: str = "") -> Cursor:
-        run = Run(self._parts, position)
-        return Cursor(run, run.begins_at, moves, digest)
+    def _open(self, position: Position | None, digest: str = "") -> None:
+        """Opens a run.
+
+        Args:
+            position: The position before its first batch; None for the beginning.
+            digest: The digest of a restored state that is not compared with the source yet; or "".
+        """
+        # True if an interrupt came while the run was used or changed. The run is then of no more
+        # use: a batch may be missing. The next call closes it and opens another one.
+        self._is_broken = True
+        self._run = self._world.run(Run, self._parts, position)
+        self._position, self._digest = self._run.begins_at, digest
+        self._is_broken = False
 
     def __next__(self) -> Batch:
-        if self._is_closed or self._at.is_broken or not self._at.run.is_started:
+        if self._is_closed or self._is_broken or not self._run.is_started:
             self.start_prefetch()
-        at = self._at
+        position = self._position
         try:
-            batch, position, size = at.run.next(at.position, at.digest)
+            batch, self._position, size = self._run.next(position, self._digest)
+            self._digest = ""
             self._meter.handed_out(size)
-            # The batch counts as handed out by this assignment, which is atomic.
-            self._at = Cursor(at.run, position, at.moves)
             return batch
         except BaseException as error:
-            self._at = at  # an interrupt may have come after the assignment
-            self._break_unless_raised_again(at, error)
+            self._position = position  # an interrupt may have come after the batch
+            self._break_unless_raised_again(error)
             raise
 
-    def _break_unless_raised_again(self, at: Cursor, error: BaseException) -> None:
-        if not at.run.raises_again(error):
-            self._at = at._replace(is_broken=True)
+    def _break_unless_raised_again(self, error: BaseException) -> None:
+        if not self._run.raises_again(error):
+            self._is_broken = True
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last batch that ``next`` returned, as plain JSON."""
-        digest = self._host.first_record.digest or self._at.digest
-        return with_digest(self._host.to_state(self._at.position), digest)
+        digest = self._host.first_record.digest or self._digest
+        return with_digest(self._host.to_state(self._position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of a saved state, in an iterator that is new or in use.
@@ -196,8 +185,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Args:
             in_step: True if the second function returns only after all hosts have written.
         """
-        state, feeds, at = self.get_state(), self._host.own_feeds, self._at
-        place, together = self._host.next_batch(at.position), at.run.together
+        state, feeds, together = self.get_state(), self._host.own_feeds, self._run.together
+        place = self._host.next_batch(self._position)
         save = together.new_save()
 
         def write(directory: Any) -> None:
@@ -247,7 +236,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _go_to(self, position: Position | None, digest: str = "") -> None:
         self._require_open()
-        self._open_anew(position, self._at.moves + 1, digest)
+        self._moves += 1
+        self._open_anew(position, digest)
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
@@ -261,22 +251,21 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._host.require_new_pass()
         self._go_to(None)
 
-    def _open_anew(self, position: Position | None, moves: int, digest: str) -> None:
-        at = self._at
-        self._at = at._replace(is_broken=True)
+    def _open_anew(self, position: Position | None, digest: str) -> None:
+        self._is_broken = True
         try:
-            at.run.close()  # before the next run opens, which may read from the same source
+            self._run.close()  # before the next run opens, which may read from the same source
         except Exception:
-            if not at.run.is_running:  # an error of the user's own close, and no interrupt
-                self._at = self._world.run(self._open, position, moves, digest)
+            if not self._run.is_running:  # an error of the user's own close, and no interrupt
+                self._open(position, digest)
             raise
-        if self._host.keeps_streams and at.run.is_running:
+        if self._host.keeps_streams and self._run.is_running:
             raise GrainShardError(
                 f"a thread is still inside the source of the {self._host.kind}, and would share it"
                 " with the next thread.\n"
                 "  remedy: make the same call again, once the source has returned."
             )
-        self._at = self._world.run(self._open, position, moves, digest)
+        self._open(position, digest)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Writes the state in the background, for Orbax's v1 API.
@@ -324,15 +313,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         A second call does nothing.
         """
         self._require_open()
-        at = self._at
-        if at.is_broken:  # by an interrupt
+        if self._is_broken:  # by an interrupt
             with reopening():
-                self._open_anew(at.position, at.moves, at.digest)
-            at = self._at
+                self._open_anew(self._position, self._digest)
         try:
-            at.run.start()
+            self._run.start()
         except BaseException as error:
-            self._break_unless_raised_again(at, error)
+            self._break_unless_raised_again(error)
             raise
 
     def close(self) -> None:
@@ -346,7 +333,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 is logged instead if `close` is never called or has stopped waiting.
         """
         self._is_closed = True
-        self._at.run.close()
+        self._run.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -372,8 +359,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             log_unclosed(error)  # only logged, because the user has to see the loop's own error
 
     def __del__(self) -> None:
-        if (at := getattr(self, "_at", None)) is not None:
-            at.run.let_go()
+        if (run := getattr(self, "_run", None)) is not None:
+            run.let_go()
 
 
 def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:

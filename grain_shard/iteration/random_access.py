@@ -17,6 +17,7 @@ from grain_shard.hosts.state_files import KIND, PROCESSES, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.iteration.settings import Settings
+from grain_shard.reading.batch_reads import BatchReads
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
@@ -28,10 +29,10 @@ from grain_shard.reading.fingerprint import (
     unpacked,
 )
 from grain_shard.reading.first_record import FirstRecord
-from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.threads.background import Background, in_background
+from grain_shard.threads.mapped import mapped
 from grain_shard.threads.pace import MOST_THREADS, ReadPace
+from grain_shard.threads.pool import Pool
 from grain_shard.threads.worker_processes import WorkerProcesses
 from grain_shard.trees import Batch
 
@@ -160,9 +161,7 @@ class RandomAccess(HostBatches):
                     self.first_record.run()
                 return batch, position_after(index)
 
-            batches = in_background(
-                made, tasks, buffer_size=buffer_size, num_threads=buffer_size, name=THREAD
-            )
+            batches = mapped(made, tasks, size=buffer_size, num_threads=buffer_size, name=THREAD)
             return Opened(start, batches, total, faults=faults.counts)
         if settings.num_workers and indices:
             of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
@@ -177,14 +176,14 @@ class RandomAccess(HostBatches):
 
             # A buffer of one: while the loop trains, a thread copies the next batch out of the
             # shared memory of the workers.
-            batches = in_background(taken, workers, buffer_size=1, name=THREAD)
+            batches = mapped(taken, workers, size=1, name=THREAD)
             return Opened(start, batches, total, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
-        pace = ReadPace(settings.num_threads, most=most)
-        reads = Reads(
+        pace = ReadPace(settings.num_threads, most=most, alone=batching.reads_many)
+        reads = BatchReads(
             batching, indices, buffer_size, pace, faults=faults, first_record=self.first_record
         )
-        batches = Background(reads, pace=pace, name=THREAD)
+        batches = Pool(reads, buffer_size, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)

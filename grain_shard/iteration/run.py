@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.errors import GrainShardError, Raised, ShardingError
 from grain_shard.hosts.compare import FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.together import AcrossHosts, Together
@@ -15,8 +15,8 @@ from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.long_wait import log_long_wait
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.stats.meter import Meter
-from grain_shard.threads.background import Background, in_background
-from grain_shard.threads.tasks import Raised
+from grain_shard.threads.mapped import mapped
+from grain_shard.threads.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Run:
             together.waits(waited_s)
 
         place = Placing(parts.placer, meter, self.begins_at, keeps_last=keeps_last)
-        self._placed: Background[Placed] = in_background(
+        self._placed: Pool[Placed] = mapped(
             place,
             opened.batches,
-            buffer_size=parts.device_buffer_size,
+            size=parts.device_buffer_size,
             name="grain-shard-device",
             on_wait=waits,
         )
-        self.stage: Background[Placed] | AgreedEnd[Placed] = self._placed
+        self.stage: Pool[Placed] | AgreedEnd[Placed] = self._placed
         if host.ends_by_vote:
             self.stage = self.together.until_agreed_end(
                 self._placed,
@@ -158,7 +158,13 @@ class Run:
         """
         host, placer = self._parts.host, self._parts.placer
         record = host.first_record
-        self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
+        try:
+            self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
+        except BaseException as error:
+            end = self._batches.known().end
+            if error is not end and not isinstance(end, StopIteration):
+                raise
+        record.run()  # if no thread has read it, because no other batch is made
         fields = {**host.next_batch(position), **placer.describe()}
         fields |= {NOW: record.digest, SAVED: digest}
         if first_digest := self._first_digest():

@@ -21,8 +21,9 @@ class Settings:
         shardings: Shardings of every leaf of the batch.
         cpu_buffer_size: Most batches in host memory, ready or being made.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        num_threads: Number of threads that read side by side, for a `MapDataset`, a stream that
-            begins with one, or feeds. None adapts the number while the pipeline runs.
+        num_threads: Number of threads that read a `MapDataset`, or run feeds, side by side. None
+            adapts the number while the pipeline runs. For a stream, the most threads of its
+            ``.to_iter_dataset``.
         num_workers: Number of Grain worker processes, which make the batches of a `MapDataset` or
             run this host's feeds. 0 uses threads of this process.
         executor: Makes the batches of a `MapDataset` in other processes, at most `cpu_buffer_size`

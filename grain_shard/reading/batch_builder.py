@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.row_arrays import read_arrays, with_arrays
 from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
-from grain_shard.threads.results import Results
-from grain_shard.threads.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
 
 # Rows that are gathered from arrays need no memory besides the batch. So this many times as many of
@@ -48,8 +45,6 @@ class BatchBuilder:
         faults: The rules for failed reads.
         num_rows: Number of rows of the finished batch. Unused without padding.
         padding: The padding; None for an unpadded batch.
-        number: Place of the batch in the order in which an iterator reads its batches, from 0.
-        results: The buffer for the finished batch; None if the caller finishes the batch itself.
         size: Number of records to read; 0 if every row of the batch is padding.
     """
 
@@ -61,8 +56,6 @@ class BatchBuilder:
     faults: Faults
     num_rows: int
     padding: Padding | None
-    number: int = 0
-    results: Results[tuple[Batch, Progress]] | None = None
 
     def __post_init__(self) -> None:
         self.size: int = len(self.records)
@@ -71,30 +64,32 @@ class BatchBuilder:
         self._arrays: list[np.ndarray] | None = None
         self._lock = threading.Lock()
 
-    def write(self, elements: Elements, start: int, until: float) -> int:
-        """Applies the user's functions to elements, and writes the results to the batch.
+    def write(self, elements: Elements | None, start: int, stop: int) -> bool:
+        """Writes records to the batch: reads them, and applies the user's functions to them.
 
-        Several threads may call this at the same time, for different elements.
+        Several threads may call this at the same time, for different records.
 
         Args:
-            elements: The elements that were read. In a list, None replaces each element once it is
-                written, which frees the memory of the element.
-            start: Position of the first element among the records of the batch.
-            until: The time, by `time.perf_counter`, after which no further element is written.
-                Another read then writes the elements that are left.
+            elements: The elements of the records, if they were read already; None otherwise. In a
+                list, None replaces each element once it is written, which frees its memory.
+            start: Position of the first record among the records of the batch.
+            stop: Position after the last record.
 
         Returns:
-            The number of elements written, at least one.
+            True if no record of the batch is missing any more. The caller then has to `finish` it.
         """
+        if elements is None:
+            with span(READ):
+                elements = self.way(start, stop).read(self.faults)
         first, count = 0, len(elements)
         gathers = isinstance(elements, ArrayRows) and not self.route.steps
-        while first < count and (not first or time.perf_counter() < until):
+        while first < count:
             # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
             most = self.template.rows_at_a_time * (_GATHERED if gathers else 1)
             rows, begin = elements[first : first + most], start + first
             if self.route.steps:
                 with span(READ, part=MAP if self.route.runs_no_function else None):
-                    rows = self.route.finish(rows, until, self.faults, begin)
+                    rows = self.route.finish(rows, self.faults, begin)
             with span(BATCH):
                 if isinstance(rows, list) and Unreadable in map(type, rows):
                     self._leave_out_bad(rows, begin)
@@ -104,7 +99,9 @@ class BatchBuilder:
             if isinstance(elements, list):
                 elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
-        return first
+        with self._lock:
+            self._missing -= stop - start
+            return not self._missing
 
     def way(self, start: int, stop: int) -> Route:
         """Returns the `Route` that reads the batch's records from position `start` up to `stop`."""
@@ -146,20 +143,6 @@ class BatchBuilder:
         self._arrays = None
         return stacker.batch(stacker.empty(0) if arrays is None else arrays)
 
-    def wrote(self, count: int) -> None:
-        """Counts records as written. After the last one, ``(batch, position)`` is a result.
-
-        Args:
-            count: The number of records that the caller has written.
-        """
-        with self._lock:
-            self._missing -= count
-            if self._missing:
-                return
-            self._missing = -1  # so that a further call does not finish the batch again
-        assert self.results is not None
-        self.results.put(self.number, (self.finish(), self.position))
-
     def finish(self) -> Batch:
         """Returns the finished batch with its padding: a tree of arrays.
 
@@ -181,11 +164,6 @@ class BatchBuilder:
                     " .batch(B, drop_remainder=True).",
                 )
             return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
-
-    def failed(self, start: int, error: Raised) -> None:
-        """Makes the error a result, so that the loop gets it in place of the batch."""
-        assert self.results is not None
-        self.results.put(self.number, error)
 
     def _leave_out_bad(self, rows: list[Any], start: int) -> None:
         """Replaces each `Unreadable` row by a row of zeros, and counts its record as bad.

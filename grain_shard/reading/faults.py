@@ -208,15 +208,23 @@ class Faults(Recovery):
         self._counts = FaultCounts()
         self._exhausted = 0  # number of records that failed at every try
         self._is_stopped = False
+        self._others: list[Faults] = []  # those that count apart
         self._lock = threading.Lock()
+
+    def apart(self) -> Faults:
+        """Returns an object for the same rules that counts apart, until its counts are added."""
+        self._others.append(Faults(self.rules, is_worker=True))
+        return self._others[-1]
 
     def __reduce__(self) -> Any:
         return functools.partial(Faults, is_worker=True), (self.rules,)
 
     def counts(self) -> FaultCounts:
-        """Returns the counts so far."""
+        """Returns the counts so far. Further tries count at once, also those that count apart."""
         # Without a lock: the main thread may call this, and an interrupt could leave a lock taken.
-        return self._counts
+        counts = self._counts
+        retries = sum(other._counts.retries for other in self._others)
+        return counts._replace(retries=counts.retries + retries)
 
     def taken(self) -> FaultCounts:
         """Returns the counts since the last call of `taken`, and sets the counts to 0."""
@@ -236,6 +244,8 @@ class Faults(Recovery):
         Any thread may call this at any point of its work.
         """
         self._is_stopped = True
+        for other in self._others:
+            other.stop()
 
     def may_heal(self, error: Exception) -> bool:
         """Returns whether a read may be tried again after this error of the source.
@@ -358,7 +368,7 @@ class Faults(Recovery):
         self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
-        """Adds the counts that a worker process sent.
+        """Adds counts that were counted apart, as in a worker process.
 
         Raises:
             BadRecordsError: There are too many bad records now.

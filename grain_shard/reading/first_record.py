@@ -14,14 +14,13 @@ from typing import Any
 from grain_shard.digest import digest, element_digest
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.nodes import SOURCE
-from grain_shard.threads.tasks import Task
 
 # The digest is appended to this field of a state, after this mark. With a separate field, a state
 # would exceed 200 bytes.
 _SOURCE, _MARK = "source", "-"
 
 
-class FirstRecord(Task):
+class FirstRecord:
     """The digest of record 0 of a dataset's source; of a mixture, of record 0 of each part.
 
     As a task, it reads the record in a thread that also reads batches.
@@ -43,13 +42,18 @@ class FirstRecord(Task):
         self.digest: str = ""
         self.is_read: bool = not self._sources
 
-    def run(self) -> None:
-        """Reads the record and sets `digest`, unless that was done before."""
+    def run(self) -> tuple[()]:
+        """Reads the record and sets `digest`, unless that was done before.
+
+        Returns:
+            No result, because it makes no batch.
+        """
         if self.is_read:
-            return
+            return ()
         with contextlib.suppress(Exception):  # the loop raises the error when it reads this record
             self.digest = digest([element_digest(node[0]) for node in self._sources])
         self.is_read = True
+        return ()
 
 
 def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from grain_shard.errors import BadRecordsError, ShardingError, describe_error, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.recovery import Unreadable
-from grain_shard.grain_inside.routes import NEVER, route
+from grain_shard.grain_inside.routes import route
 from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import BEFORE_BATCH, name_in
@@ -310,7 +310,7 @@ class RowTemplate:
         error: BaseException = LookupError("the dataset has no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
-            (element,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            (element,) = way.finish(way.read(faults), faults)
             row = read_arrays(element, faults)
             if type(row) is not Unreadable:
                 return row, record

@@ -6,17 +6,17 @@ the row's record has failed, as before ``.to_iter_dataset``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import grain
 
+from grain_shard.errors import Raised
 from grain_shard.grain_inside.nodes import before_rows
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.record_stream import RecordStream
+from grain_shard.reading.record_reads import RecordReads
 from grain_shard.reading.row_arrays import read_arrays
-from grain_shard.threads.tasks import Raised
 
 
 class FeedIterator(grain.DatasetIterator):
@@ -24,15 +24,18 @@ class FeedIterator(grain.DatasetIterator):
 
     Args:
         feed: The feed.
-        records: The streams of records of which the feed is made.
+        streams: The streams of records of which the feed is made; see `record_stream`.
         faults: The rules for failed reads.
     """
 
-    def __init__(self, feed: grain.IterDataset, records: Iterable[RecordStream], faults: Faults):
+    def __init__(
+        self, feed: grain.IterDataset, streams: Sequence[grain.IterDataset], faults: Faults
+    ):
         super().__init__()
         self._rows, self._faults = iter(feed), faults
         below = before_rows(feed)
-        self._records = next((stream for stream in records if stream is below), None)
+        records = [stream.parents[0] for stream in streams if stream is below]
+        self._records = cast(RecordReads, records[0]) if records else None
 
     def __next__(self) -> Any:
         while True:
@@ -42,7 +45,7 @@ class FeedIterator(grain.DatasetIterator):
             # In a feed that packs or mixes, for example, it is unknown which record is in the row.
             if self._records is None:
                 Raised.of(row.error).throw()
-            self._records.leave_out(row)
+            self._records.leave_out(row, self._rows.get_state()["next_index"] - 1)
 
     def get_state(self) -> dict[str, Any]:
         return self._rows.get_state()

@@ -21,8 +21,8 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.streams.rows import Joiner, StreamRows
-from grain_shard.streams.streams import Turn
-from grain_shard.streams.turns import Turns, TurnSettings
+from grain_shard.streams.streams import StreamReads, Turn
+from grain_shard.streams.turns import Turns
 from grain_shard.trees import Batch
 
 # The layout of a process that keeps all rows.
@@ -127,9 +127,9 @@ class FeedRows(StreamRows):
         Raises:
             ShardingError: No feed has a row.
         """
-        settings, joiner = TurnSettings(self.streams, 1, Faults(rules)), self.begin({})
+        reads, joiner = StreamReads(Faults(rules)), self.begin({})
         for feed in range(self.num_feeds):
-            with contextlib.closing(Turns(settings, {feed: {}})) as turns:
+            with contextlib.closing(Turns(self.streams, reads, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
                 self.streams.look_at(turn.state)

@@ -18,24 +18,27 @@ import numpy as np
 from absl import logging
 
 from grain_shard.digest import element_digest
-from grain_shard.errors import ShardingError, noting, require_int, text_of
+from grain_shard.errors import Raised, ShardingError, noting, require_int, text_of
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.settings import Settings
-from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
-from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import Limits, SharedReads
+from grain_shard.reading.record_reads import bounded, record_stream
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
 from grain_shard.streams.feed_arrays import FeedIterator
 from grain_shard.streams.feed_rows import FeedRows
 from grain_shard.streams.stream_dataset import StreamDataset
-from grain_shard.streams.streams import Streams, Turn, refuse_lost_epochs
-from grain_shard.threads.tasks import Raised
+from grain_shard.streams.streams import (
+    READ_AHEAD_THREADS,
+    StreamReads,
+    Streams,
+    Turn,
+    refuse_lost_epochs,
+)
 from grain_shard.trees import flatten
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
@@ -60,9 +63,8 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
         make_feed: Returns the stream of rows of one feed: an ordinary Grain pipeline over one part
             of the source. Its argument has ``shard_index``, the number of the feed, and
             ``shard_count``, the number of feeds. The rows must depend on these two numbers only,
-            not on the host. The feeds of a host share the threads that read ahead, so the numbers
-            in `grain.ReadOptions` are not used. Only 0 threads or a buffer of 0 matter: then no
-            record of the feed is read ahead.
+            not on the host. The feeds of a host share 16 threads that read ahead, each as many
+            records as it has rows in a batch. Smaller numbers in `grain.ReadOptions` are kept.
         num_feeds: Number of feeds. It cannot change during a run, so it must be at least the
             largest number of hosts that the run will ever have.
 
@@ -185,18 +187,15 @@ class Feeds(Streams):
         refuse_lost_epochs(ds)
         return ds
 
-    def reads(
-        self, faults: Faults, num_threads: int | None, *, num_streams: int, rows: int, batches: int
-    ) -> SharedReads:
-        return SharedReads(faults, rows * num_streams, num_threads, num_streams)
+    def open(self, number: int, reads: StreamReads) -> grain.DatasetIterator:
+        threads = (reads.num_threads or READ_AHEAD_THREADS) // reads.num_streams
+        made: list[grain.IterDataset] = []
 
-    def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
-        def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
-            limits = Limits(reads_ahead=nodes.has_threads(options))
-            made.append(RecordStream(reads, number, records, limits))
+        def read(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
+            options = bounded(options, threads=threads, records=reads.rows)
+            made.append(record_stream(records, options, reads.rows, reads.faults, number))
             return made[-1]
 
-        made: list[RecordStream] = []
         return FeedIterator(replace_read_ahead(self.make(number), read), made, reads.faults)
 
     def lacks(self, numbers: Sequence[int]) -> str:

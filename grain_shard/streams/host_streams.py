@@ -10,14 +10,16 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.iterable import require_new_pass
 from grain_shard.reading.padding import Padding
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import StreamRows
-from grain_shard.streams.stream_batches import StreamBatches, StreamOptions
-from grain_shard.streams.streams import ENDED
-from grain_shard.threads.background import in_background
+from grain_shard.streams.stream_batches import Joined, StreamBatches, StreamOptions
+from grain_shard.streams.streams import ENDED, StreamReads
+from grain_shard.streams.turns import Turns, TurnsOfWorkers
+from grain_shard.threads.mapped import mapped
 from grain_shard.trees import Batch
 
 
@@ -60,17 +62,21 @@ class HostStreams(HostBatches):
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
-        options = self._options
-        made = StreamBatches(self._plan, options, position, self.first_record)
-        # Worker processes have a buffer of their own. So with workers, only one batch waits in this
-        # process.
-        buffer_size = 1 if options.num_workers else options.buffer_size
-        return Opened(
-            made.position,
-            in_background(lambda item: item, made, buffer_size=buffer_size, name=THREAD),
-            first_digest=made.first_digest,
-            faults=made.faults.counts,
+        plan, options = self._plan, self._options
+        faults = Faults(options.fault_rules)
+        made = StreamBatches(plan, faults, position, self.first_record)
+        reads = StreamReads(
+            faults, options.num_threads, rows=plan.rows_in_turn, batches=options.buffer_size
         )
+        if options.num_workers:
+            turns = TurnsOfWorkers(plan.streams, reads, made.states, options.num_workers)
+            # Worker processes have a buffer of their own. So only one batch waits here.
+            batches = mapped(lambda item: item, Joined(made, turns), size=1, name=THREAD)
+        else:
+            turns = Turns(plan.streams, reads, made.states)
+            made.opened(turns.pickled_states())
+            batches = turns.pool(made.join, size=options.buffer_size, name=THREAD)
+        return Opened(made.position, batches, first_digest=made.first_digest, faults=faults.counts)
 
     def require_new_pass(self) -> None:
         require_new_pass(self._first_stream)

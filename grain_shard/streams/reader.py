@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import pickle
 from typing import Any
 
 import grain
 
-from grain_shard.errors import noting
-from grain_shard.reading.shared_reads import SharedReads
+from grain_shard.errors import Raised, noting
+from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
 from grain_shard.state_json import restore
-from grain_shard.streams.streams import ENDED, Streams, StreamState, Turn
-from grain_shard.threads.tasks import Raised
+from grain_shard.streams.streams import ENDED, StreamReads, Streams, StreamState, Turn
 
 
 class StreamReader:
@@ -22,12 +22,23 @@ class StreamReader:
         streams: The streams of all hosts.
         number: Number of the stream.
         state: The state from which the stream starts.
-        reads: The threads that read ahead for the streams of this process.
+        reads: The way in which this process reads its streams.
+
+    Attributes:
+        number: Number of the stream.
+        faults: The rules for failed reads. It counts the faults of this stream since its last turn.
     """
 
-    def __init__(self, streams: Streams, number: int, state: StreamState, reads: SharedReads):
-        self._streams, self._number, self._state, self._reads = streams, number, state, reads
+    def __init__(self, streams: Streams, number: int, state: StreamState, reads: StreamReads):
+        self.number: int = number
+        # The stream counts its own faults, so that they count with the batch of their turn.
+        self.faults: Faults = reads.faults.apart()
+        self._streams, self._state = streams, state
+        self._reads = reads._replace(faults=self.faults)
         self._iterator: grain.DatasetIterator | None = None
+        # Several threads take turns. A generator of the user may set a variable of its context in
+        # one turn, and set it back in another one.
+        self._context = contextvars.copy_context()
         self._place, self._name = streams.place(number), streams.name(number)
         if streams.stays_open and state != ENDED:
             self._iterator = self._open()
@@ -52,9 +63,9 @@ class StreamReader:
         rows: list[Any] = []
         with span(READ), noting(self._place):
             if self._state != ENDED:
-                self._take(rows, num_rows)
+                self._context.run(self._take, rows, num_rows)
             # Pickled, because Grain may change the state that its iterator returned.
-            return Turn(self._number, rows, pickle.dumps(self._state))
+            return Turn(self.number, rows, pickle.dumps(self._state), self.faults.taken())
 
     def _take(self, rows: list[Any], num_rows: int) -> None:
         try:
@@ -66,7 +77,7 @@ class StreamReader:
         except StopIteration:
             self._state = ENDED
             if not self._streams.stays_open:
-                self.close()
+                self._close()
         except IndexError as error:
             text = self._streams.failed_at_start(error)
             if self._state or rows or not text:
@@ -76,6 +87,9 @@ class StreamReader:
 
     def close(self) -> None:
         """Ends the threads and processes of this stream."""
+        self._context.run(self._close)
+
+    def _close(self) -> None:
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             try:  # no `noting`, because the names of this module may be gone at the program's exit
@@ -86,7 +100,7 @@ class StreamReader:
 
     def _open(self) -> grain.DatasetIterator:
         try:
-            iterator = self._streams.open(self._number, self._reads)
+            iterator = self._streams.open(self.number, self._reads)
             if self._state:
                 restore(iterator, self._state["state"], f"the {self._streams.one}")
         except StopIteration as error:  # which would look like the end of the stream

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grain
 
-from grain_shard.errors import reopening
+from grain_shard.errors import Raised, reopening
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.first_record import FirstRecord, without_digest
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
 from grain_shard.streams.rows import LEFT_OUT, StreamRows
-from grain_shard.streams.streams import Turn
-from grain_shard.streams.turns import Turns, TurnSettings, TurnsOfWorkers
-from grain_shard.threads.tasks import Producer, Raised
+from grain_shard.streams.streams import StreamReads, Turn
+from grain_shard.streams.turns import Turns, TurnsOfWorkers
+from grain_shard.threads.producer import Producer
 from grain_shard.trees import Batch
 
 
@@ -24,8 +25,9 @@ class StreamOptions:
     """The options with which a host reads its streams.
 
     Attributes:
-        num_threads: Number of threads that read ahead for the streams, in this process or in each
-            worker process. None adapts the number while they read.
+        num_threads: Number of threads that run feeds, in this process or in each worker process.
+            None adapts the number while they run. For a stream of whole batches, the most threads
+            of its ``.to_iter_dataset``.
         num_workers: Number of worker processes that run the streams. 0 runs them in this process.
         buffer_size: Number of batches that are made ahead. With workers it is at least four,
             because Grain makes no smaller buffer.
@@ -38,82 +40,86 @@ class StreamOptions:
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
 
-class StreamBatches(Producer[tuple[Batch, StreamsPosition]]):
-    """The pairs (host batch, position after it) of streams, made by the thread that asks.
+class StreamBatches:
+    """Makes this host's batches of the turns of streams, one after the other.
 
     With the first batch, or at the end, it also reads the source's first record; see `FirstRecord`.
 
     Args:
         plan: The streams, and how their turns become batches.
-        options: The options with which the streams run.
+        faults: Adds up the failed reads of the turns.
         position: The position at which the streams start; None for the beginning.
         first_record: The digest of the source's first record.
 
     Attributes:
-        faults: Decides on records that cannot be read, and counts them.
+        states: The state from which each stream starts, by the stream's number.
         position: The position after the last batch. A later batch replaces it.
     """
 
     def __init__(
         self,
         plan: StreamRows,
-        options: StreamOptions,
+        faults: Faults,
         position: StreamsPosition | None = None,
         first_record: FirstRecord = FirstRecord(),  # noqa: B008 (it has nothing to read)
     ):
-        self._plan, self._first_record = plan, first_record
-        self._end: Raised | None = None
-        self.faults: Faults = Faults(options.fault_rules)
-        step, pickled, learned = position or StreamsPosition.at(0, plan.numbers, {})
-        self._joiner = plan.begin(learned)
-        states = StreamsPosition(step, pickled).states()
-        settings = TurnSettings(
-            plan.streams, plan.rows_in_turn, self.faults, options.num_threads, options.buffer_size
-        )
-        if options.num_workers:
-            self._turns: Turns | TurnsOfWorkers
-            self._turns = TurnsOfWorkers(settings, states, options.num_workers)
-        else:
-            self._turns = Turns(settings, states)
-            pickled = self._turns.pickled_states()  # of streams that are open by now
-        self.position: StreamsPosition = StreamsPosition(step, pickled, self._joiner.learned)
+        self._plan, self._faults, self._first_record = plan, faults, first_record
+        self.position: StreamsPosition = position or StreamsPosition.at(0, plan.numbers, {})
+        self.states = self.position.states()
+        self._joiner = plan.begin(self.position.learned)
 
-    def __next__(self) -> tuple[Batch, StreamsPosition]:
-        if self._end is not None:
-            self._end.throw()
-        try:
-            batch, turns = LEFT_OUT, list[Turn]()
-            while batch is LEFT_OUT:
-                turns = next(self._turns)
-                if self._joiner.has_ended(turns):
-                    # Other hosts may have a batch although this host has none, and all compare
-                    # the record.
-                    self._first_record.run()
-                    raise StopIteration
-                if not (streams := self._plan.streams).has_begun:
-                    streams.has_begun = True
-                    streams.warn_of(turns, self._plan.unpadded_size or 0)
-                batch = self._joiner.join(turns)
-        except StopIteration:
-            # Without the traceback, whose frames would keep this object in memory.
-            self._end = Raised(StopIteration(), None)
-            raise
-        except Exception as error:
-            # The streams have already given the rows of this batch. A further ``next`` would skip
-            # these rows, so it raises the error again.
-            self._end = Raised(error, error.__traceback__)
-            raise
+    def opened(self, pickled: Mapping[int, bytes]) -> None:
+        """Notes the states of streams that are open by now, before the first batch."""
+        states = {**self.position.pickled_states, **pickled}
+        self.position = StreamsPosition(self.position.step, states, self._joiner.learned)
+
+    def join(self, turns: Sequence[Turn]) -> list[tuple[Batch, StreamsPosition]]:
+        """Returns the batch of some turns, with the position after it; [] if it is left out.
+
+        Raises:
+            StopIteration: The streams have ended.
+            ShardingError: The rows do not make a batch.
+            BadRecordsError: There are too many bad records now.
+        """
+        for turn in turns:
+            self._faults.add(turn.faults)
+        if self._joiner.has_ended(turns):
+            # Other hosts may have a batch although this host has none, and all compare the record.
+            self._first_record.run()
+            raise StopIteration
+        if not (streams := self._plan.streams).has_begun:
+            streams.has_begun = True
+            streams.warn_of(turns, self._plan.unpadded_size or 0)
+        batch = self._joiner.join(turns)
+        if batch is LEFT_OUT:
+            return []
         states = {turn.number: turn.state for turn in turns}
         self.position = StreamsPosition(self.position.step + 1, states, self._joiner.learned)
         self._first_record.run()
-        return batch, self.position
+        return [(batch, self.position)]
 
     def first_digest(self) -> str:
         """Returns the digest of the first whole batch, or ""; see `Joiner`."""
         return self._joiner.first_digest
 
+
+class Joined(Producer[tuple[Batch, StreamsPosition]]):
+    """The batches of turns, made by the thread that asks.
+
+    Args:
+        batches: Makes the batches.
+        turns: The turns.
+    """
+
+    def __init__(self, batches: StreamBatches, turns: Turns | TurnsOfWorkers):
+        self._batches, self._turns = batches, turns
+
+    def __next__(self) -> tuple[Batch, StreamsPosition]:
+        while not (made := self._batches.join(next(self._turns))):
+            pass
+        return made[0]
+
     def stop(self) -> None:
-        self.faults.stop()
         self._turns.stop()
 
     def close(self) -> None:
@@ -136,8 +142,16 @@ class StreamIterator(grain.DatasetIterator):
         # error is made here.
         self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
         self._is_closed = False
-        self._plan, self._batches = plan, StreamBatches(plan, StreamOptions())
-        self._position, self._is_broken = self._batches.position, False
+        self._plan, self._is_broken = plan, False
+        self._open(None)
+
+    def _open(self, position: StreamsPosition | None) -> None:
+        faults = Faults(FaultRules())
+        made = StreamBatches(self._plan, faults, position)
+        reads = StreamReads(faults, rows=self._plan.rows_in_turn)
+        turns = Turns(self._plan.streams, reads, made.states)
+        made.opened(turns.pickled_states())
+        self._batches, self._position, self._end = Joined(made, turns), made.position, None
 
     def __next__(self) -> Batch:
         if self._is_closed:
@@ -146,11 +160,20 @@ class StreamIterator(grain.DatasetIterator):
         if self._is_broken:
             with reopening():
                 self._go_to(position)
+        if self._end is not None:
+            self._end.throw()
         try:
             # The batch counts as handed out by this assignment, which is atomic.
             batch, self._position = next(self._batches)
             return batch
-        except Exception:
+        except StopIteration:
+            # Without the traceback, whose frames would keep this object in memory.
+            self._end = Raised(StopIteration(), None)
+            raise
+        except Exception as error:
+            # The streams have already given the rows of this batch. A further ``next`` would skip
+            # these rows, so it raises the error again.
+            self._end = Raised(error, error.__traceback__)
             raise
         except BaseException:
             # An interrupt: the streams may have given rows of a batch that was not handed out.
@@ -174,8 +197,8 @@ class StreamIterator(grain.DatasetIterator):
         # The new streams replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed stream.
         before = self._batches
-        self._batches = StreamBatches(self._plan, StreamOptions(), position)
-        self._position, self._is_broken = position, False
+        self._open(position)
+        self._is_broken = False
         before.close()
 
     def close(self) -> None:

@@ -20,11 +20,10 @@ from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import STREAM
 from grain_shard.iteration.settings import Settings
-from grain_shard.reading.faults import Faults
+from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
 from grain_shard.reading.iterable import agreed_rows
-from grain_shard.reading.record_stream import RecordStream
-from grain_shard.reading.shared_reads import BYTES_AHEAD, Limits, SharedReads
+from grain_shard.reading.record_reads import bounded, record_stream
 from grain_shard.reading.stack import check_rows
 from grain_shard.state_json import UNCHANGED, why_unsaved
 from grain_shard.trees import check_record
@@ -33,6 +32,11 @@ from grain_shard.trees import check_record
 # Grain's iterator}, and `ENDED` after its last row.
 StreamState = Mapping[str, Any]
 ENDED: StreamState = {"ended": True}
+# Threads of Grain's that read ahead for all streams of a process, unless the user sets a number. It
+# is Grain's default for one stream.
+READ_AHEAD_THREADS = 16
+# Records that count as a batch where it is unknown how many records of a stream make a batch.
+_UNKNOWN = 4
 
 
 class Turn(NamedTuple):
@@ -43,11 +47,32 @@ class Turn(NamedTuple):
         rows: The rows, before they become a batch. A stream that gives whole batches has one row: a
             batch. Once the stream has ended, the list is shorter or empty.
         state: The pickled state of the stream after these rows.
+        faults: The counts of failed reads of these rows.
     """
 
     number: int
     rows: list[Any]
     state: bytes
+    faults: FaultCounts = FaultCounts()
+
+
+class StreamReads(NamedTuple):
+    """The way in which one process reads its streams.
+
+    Attributes:
+        faults: Decides on records that cannot be read. Each stream counts them apart.
+        num_threads: Most threads that read ahead, for all streams of the process together; None for
+            no limit of the user.
+        num_streams: Number of streams that the process runs.
+        rows: Rows that each stream gives in a turn.
+        batches: Most batches that wait or are unfinished.
+    """
+
+    faults: Faults
+    num_threads: int | None = None
+    num_streams: int = 1
+    rows: int = 1
+    batches: int = 1
 
 
 class Streams(ABC):
@@ -87,26 +112,12 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def reads(
-        self, faults: Faults, num_threads: int | None, *, num_streams: int, rows: int, batches: int
-    ) -> SharedReads:
-        """Returns the threads that read ahead for the streams that one process runs.
-
-        Args:
-            faults: The rules for failed reads.
-            num_threads: Number of threads; None adapts it while they read.
-            num_streams: Number of streams that the process runs.
-            rows: Rows that each stream gives in a turn.
-            batches: Most batches that wait or are unfinished.
-        """
-
-    @abstractmethod
-    def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
+    def open(self, number: int, reads: StreamReads) -> grain.DatasetIterator:
         """Returns an iterator over one of the streams, from the stream's beginning.
 
         Args:
             number: Number of the stream, from 0.
-            reads: The threads that read ahead for the streams of this process.
+            reads: The way in which this process reads its streams.
         """
 
     def lacks(self, numbers: Sequence[int]) -> str:
@@ -183,19 +194,13 @@ class OneStream(Streams):
     def make(self, number: int) -> grain.IterDataset:
         return self._ds
 
-    def reads(
-        self, faults: Faults, num_threads: int | None, *, num_streams: int, rows: int, batches: int
-    ) -> SharedReads:
-        records = nodes.records_per_batch(self._ds)
-        bytes_ahead = BYTES_AHEAD if records is None else 0
-        return SharedReads(faults, batches * (records or 1), num_threads, bytes_ahead=bytes_ahead)
+    def open(self, number: int, reads: StreamReads) -> grain.DatasetIterator:
+        ahead = reads.batches * (nodes.records_per_batch(self._ds) or _UNKNOWN)
+        threads = reads.num_threads or READ_AHEAD_THREADS
 
-    def open(self, number: int, reads: SharedReads) -> grain.DatasetIterator:
-        def read(records: grain.MapDataset, options: grain.ReadOptions) -> RecordStream:
-            limits = Limits(reads_ahead=False)
-            if nodes.has_threads(options):
-                limits = Limits(*nodes.options_set_by_user(options))
-            return RecordStream(reads, None, records, limits)
+        def read(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
+            options = bounded(options, threads=threads, records=ahead)
+            return record_stream(records, options, ahead, reads.faults)
 
         return iter(replace_read_ahead(self._ds, read, check_record, check_rows))
 

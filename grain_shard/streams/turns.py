@@ -1,79 +1,74 @@
-"""Takes the next turn of every stream of a host, in this process or in worker processes."""
+"""Takes the turns of the streams of a host, in this process or in worker processes.
+
+The streams of a process run side by side: each turn of a stream is a task of a pool. At most one
+thread is inside a stream. The stream that has given the fewest turns comes first.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
-from grain_shard.reading.faults import FaultCounts, Faults
+from grain_shard.errors import Raised
 from grain_shard.streams.reader import StreamReader
-from grain_shard.streams.streams import Streams, StreamState, Turn
-from grain_shard.threads.tasks import Producer
+from grain_shard.streams.streams import StreamReads, Streams, StreamState, Turn
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.pool import Pool, Task, Tasks
+from grain_shard.threads.producer import Producer
 from grain_shard.threads.worker_processes import WorkerProcesses
 
-
-@dataclass(frozen=True)
-class TurnSettings:
-    """The settings with which turns are taken, in this process or in a worker process.
-
-    Attributes:
-        streams: The streams of all hosts.
-        rows: Number of rows that each stream gives in a turn.
-        faults: Decides on records that cannot be read, and counts them.
-        num_threads: Number of threads that read ahead for all streams of the process together. None
-            adapts the number while they read.
-        batches: Most batches that wait on the host or are unfinished.
-    """
-
-    streams: Streams
-    rows: int
-    faults: Faults
-    num_threads: int | None = 1
-    batches: int = 1
+T = TypeVar("T")
+# The prefix of the names of the threads that take turns in a worker process.
+READS = "grain-shard-feeds"
+# Makes the results of the turns of all streams: one, or none if what they make is left out. It
+# raises StopIteration once streams have ended.
+Join = Callable[[Sequence[Turn]], Iterable[T]]
 
 
 class Turns(Producer[list[Turn]]):
-    """The turns of the streams, each a list with an entry for each stream of this process.
+    """The turns of the streams, taken by the thread that asks.
 
-    They never end: a stream that has ended gives no rows.
+    An item is a list with a turn of each stream of this process. The items never end: a stream that
+    has ended gives no rows.
 
     Args:
-        settings: The settings of the turns.
+        streams: The streams of all hosts.
+        reads: The way in which this process reads them.
         states: The state from which each stream starts, by the stream's number. Only these streams
             run, in this order.
+
+    Attributes:
+        readers: The streams of this process.
     """
 
-    def __init__(self, settings: TurnSettings, states: Mapping[int, StreamState]):
-        self._rows = settings.rows
-        self._reads = settings.streams.reads(
-            settings.faults,
-            settings.num_threads,
-            num_streams=len(states),
-            rows=settings.rows,
-            batches=settings.batches,
-        )
-        self._readers = {
-            number: StreamReader(settings.streams, number, state, self._reads)
-            for number, state in states.items()
-        }
-        if settings.streams.stays_open:
-            settings.streams.look_at(next(iter(self.pickled_states().values())))
+    def __init__(self, streams: Streams, reads: StreamReads, states: Mapping[int, StreamState]):
+        self._reads = reads = reads._replace(num_streams=len(states))
+        self.readers: list[StreamReader] = [
+            StreamReader(streams, number, state, reads) for number, state in states.items()
+        ]
+        if streams.stays_open:
+            streams.look_at(self.readers[0].pickled_state)
 
     def pickled_states(self) -> dict[int, bytes]:
-        """Returns the pickled state of each stream after the last turn, by the stream's number."""
-        return {number: reader.pickled_state for number, reader in self._readers.items()}
+        """Returns the pickled state of each stream after its last turn, by the stream's number."""
+        return {reader.number: reader.pickled_state for reader in self.readers}
 
     def __next__(self) -> list[Turn]:
-        return [reader.turn(self._rows) for reader in self._readers.values()]
+        return [reader.turn(self._reads.rows) for reader in self.readers]
 
-    def stop(self) -> None:
-        self._reads.stop()
+    def pool(self, join: Join[T], *, size: int, name: str) -> Pool[T]:
+        """Returns the results of the turns, which the threads of a pool make.
 
-    def __del__(self) -> None:
-        if hasattr(self, "_reads"):  # False if `__init__` failed before it made the reads
-            self.stop()  # the threads do not refer to this object, so they would run on
+        Args:
+            join: Makes a result of a turn of each stream. It is called in order.
+            size: Most results that wait or are unfinished.
+            name: Prefix of the names of the threads.
+        """
+        pace = ReadPace(self._reads.num_threads, most=len(self.readers))
+        return Pool(_TurnTasks(self, join, self._reads), size, name=name, pace=pace)
 
     def close(self) -> None:
         """Closes all streams. If one cannot be closed, the others are closed nevertheless.
@@ -81,16 +76,122 @@ class Turns(Producer[list[Turn]]):
         Raises:
             BaseException: The first error of closing.
         """
-        self._reads.stop()  # first, because a stream may wait for records from it
         failed: BaseException | None = None
         # This loop uses no name of a module: at the interpreter's exit the names may be gone.
-        for close in (self._reads.close, *(reader.close for reader in self._readers.values())):
+        for reader in self.readers:
             try:
-                close()
+                reader.close()
             except BaseException as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+
+class _TurnTasks(Tasks[T], Generic[T]):
+    """The turns of the streams as tasks. The last turn that a result needs also makes the result.
+
+    Args:
+        turns: The streams.
+        join: Makes a result of a turn of each stream.
+        reads: The way in which the streams are read.
+    """
+
+    def __init__(self, turns: Turns, join: Join[T], reads: StreamReads):
+        self._turns, self._join, self._reads = turns, join, reads
+        self._lock = threading.Lock()
+        self._drawn = dict.fromkeys(turns.readers, 0)  # number of turns, by stream
+        self._busy = set[StreamReader]()
+        # The turns of each stream for a result, by their number; an error in place of a turn.
+        self._taken: dict[int, list[Turn | Raised]] = {}
+        self._next = 0  # number of the next turns to join
+        self._left_out = 0  # number of turns of which no result was made
+        self._joining = False  # True while a result is made, and after an error or the end
+
+    def draw(self, limit: int) -> Task[T] | None:
+        with self._lock:
+            free = [reader for reader in self._drawn if reader not in self._busy]
+            reader = min(free, key=self._drawn.__getitem__, default=None)
+            if reader is None or self._drawn[reader] - self._left_out >= limit:
+                return None
+            self._busy.add(reader)
+            number, self._drawn[reader] = self._drawn[reader], self._drawn[reader] + 1
+            return _TurnTask(self, reader, number, self._reads.rows)
+
+    def took(
+        self, number: int, reader: StreamReader, turn: Turn | Raised
+    ) -> Iterator[tuple[int, T | Raised]]:
+        """Notes a turn, and yields the results that can be made now, with their numbers.
+
+        Args:
+            number: Number of turns of the stream before this one.
+            reader: The stream.
+            turn: The turn, or its error. A stream that has raised an error gives no further turn.
+        """
+        with self._lock:
+            if isinstance(turn, Turn):
+                self._busy.discard(reader)
+            self._taken.setdefault(number, []).append(turn)
+        while (turns := self._next_turns()) is not None:
+            made, results = self._next - self._left_out, list[T | Raised]()
+            try:
+                results += self._join(_without_error(turns))
+            except StopIteration:
+                results.append(Raised(StopIteration(), None))
+            except BaseException as error:
+                results.append(Raised.of(error))
+            with self._lock:
+                self._next += 1
+                self._left_out += not results
+                self._joining = any(isinstance(result, Raised) for result in results)
+            while results:  # `pop` drops the reference to a batch
+                yield made, results.pop()
+
+    def _next_turns(self) -> list[Turn | Raised] | None:
+        """Returns the turns for the next result, if they are complete or one of them is an error.
+
+        Returns:
+            The turns. None if one is missing; if another thread is making a result, because that
+            thread then makes this one, too; or after an error or the end.
+        """
+        with self._lock:
+            turns = self._taken.get(self._next, [])
+            failed = any(isinstance(turn, Raised) for turn in turns)
+            if self._joining or not (failed or len(turns) == len(self._drawn)):
+                return None
+            self._joining = True
+            return self._taken.pop(self._next)
+
+    def stop(self) -> None:
+        self._reads.faults.stop()
+
+    def close(self) -> None:
+        self._turns.close()
+
+
+class _TurnTask(Generic[T]):
+    """A turn of one stream."""
+
+    size = 1
+
+    def __init__(self, tasks: _TurnTasks[T], reader: StreamReader, number: int, rows: int):
+        self._tasks, self._reader, self._number, self._rows = tasks, reader, number, rows
+
+    def run(self) -> Iterator[tuple[int, T | Raised]]:
+        try:
+            turn: Turn | Raised = self._reader.turn(self._rows)
+        except BaseException as error:
+            turn = Raised.of(error)
+        yield from self._tasks.took(self._number, self._reader, turn)
+
+
+def _without_error(turns: list[Turn | Raised]) -> list[Turn]:
+    """Returns turns in the order of the streams. If one is an error, raises it."""
+    found = list[Turn]()
+    for turn in turns:
+        if isinstance(turn, Raised):
+            turn.throw()
+        found.append(turn)
+    return sorted(found, key=lambda turn: turn.number)
 
 
 class TurnsOfWorkers(WorkerProcesses):
@@ -100,40 +201,50 @@ class TurnsOfWorkers(WorkerProcesses):
     be views of shared memory.
 
     Args:
-        settings: The settings of the turns. `settings.faults` adds up the failed reads that the
-            workers count. Each worker gets a pickled copy, and counts in it.
+        streams: The streams of all hosts.
+        reads: The way in which each worker reads them.
         states: The state from which each stream starts, by the stream's number.
         num_workers: Number of processes. With fewer streams than this, each has its own process.
     """
 
-    def __init__(self, settings: TurnSettings, states: Mapping[int, StreamState], num_workers: int):
-        self._faults, self._num_workers = settings.faults, min(num_workers, len(states))
-        of_worker = functools.partial(_turns_of_worker, settings, states)
+    def __init__(
+        self,
+        streams: Streams,
+        reads: StreamReads,
+        states: Mapping[int, StreamState],
+        num_workers: int,
+    ):
+        self._num_workers = min(num_workers, len(states))
+        of_worker = functools.partial(_turns_of_worker, streams, reads, states)
         # Grain keeps at least four of each worker.
-        buffer_size = settings.batches * self._num_workers
-        super().__init__(of_worker, self._num_workers, buffer_size=buffer_size)
+        super().__init__(
+            of_worker, self._num_workers, buffer_size=reads.batches * self._num_workers
+        )
 
     def __next__(self) -> list[Turn]:
         turns: list[Turn] = []
         for _ in range(self._num_workers):
-            of_worker, counts = super().__next__()
-            self._faults.add(counts)
-            turns += of_worker
+            turns += super().__next__()
         return sorted(turns, key=lambda turn: turn.number)
 
 
 def _turns_of_worker(
-    settings: TurnSettings, states: Mapping[int, StreamState], worker: int, num_workers: int
-) -> Iterator[tuple[list[Turn], FaultCounts]]:
-    """Yields the turns of one worker's streams, with the new counts of failed reads.
+    streams: Streams,
+    reads: StreamReads,
+    states: Mapping[int, StreamState],
+    worker: int,
+    num_workers: int,
+) -> Iterator[list[Turn]]:
+    """Yields the turns of one worker's streams.
 
     Args:
-        settings: The worker's copy of the settings.
+        streams: The streams of all hosts.
+        reads: The way in which the worker reads.
         states: The state from which each stream of the host starts.
         worker: Number of this worker.
         num_workers: Number of workers. Each one runs every `num_workers`-th stream.
     """
     own = dict(list(states.items())[worker::num_workers])
-    with contextlib.closing(Turns(settings, own)) as turns:
-        while True:
-            yield next(turns), settings.faults.taken()
+    turns = Turns(streams, reads, own)
+    with contextlib.closing(turns.pool(lambda turns: [turns], size=1, name=READS)) as pool:
+        yield from map(list, pool)

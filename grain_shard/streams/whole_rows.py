@@ -19,8 +19,8 @@ from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.spans import PAD, span
 from grain_shard.streams.rows import LEFT_OUT, Joiner, StreamRows
-from grain_shard.streams.streams import Turn
-from grain_shard.streams.turns import Turns, TurnSettings
+from grain_shard.streams.streams import StreamReads, Turn
+from grain_shard.streams.turns import Turns
 from grain_shard.trees import Batch, FlatBatch
 
 _ROWS = "rows"  # the name under which a state has the rows of a full batch
@@ -61,8 +61,8 @@ class WholeRows(StreamRows):
 
     def first(self, rules: FaultRules) -> Batch:
         require_another_pass(self.streams.make(0))
-        settings, joiner = TurnSettings(self.streams, 1, Faults(rules)), self.begin({})
-        with contextlib.closing(Turns(settings, {0: {}})) as turns:
+        reads, joiner = StreamReads(Faults(rules)), self.begin({})
+        with contextlib.closing(Turns(self.streams, reads, {0: {}})) as turns:
             while not joiner.has_ended(turn := next(turns)):
                 if (batch := joiner.join(turn)) is not LEFT_OUT:
                     return batch

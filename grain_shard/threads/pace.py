@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Most threads of a crew. More never helped, and the system may limit the threads of a process.
+# Most threads of a pool. More never helped, and the system may limit the threads of a process.
 MOST_THREADS = 128
+# Most threads that begin before the first read is done, or as soon as it shows that reads wait.
+_AT_ONCE = 64
 
 # Least seconds and tasks of a window. A shorter window shows little on a busy machine. The first
 # windows are shorter: each lasts twice as long as the one before. The reason is that a loop that
@@ -41,9 +43,6 @@ _SMALL_STEP = 2**0.5
 _GAIN, _LOSS = 1.05, 0.98
 # If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
-# A busy consumer slows the threads down, for example with its first batch. A window in which it
-# waits less than half as long as before an attempt does not count, at most this many times.
-_MOST_LEFT_OUT = 3
 # Number of windows without an attempt after an attempt that did not help. It begins with _REST, and
 # doubles with each further attempt that does not help, up to _LONGEST_REST.
 _REST, _LONGEST_REST = 3, 64
@@ -53,8 +52,8 @@ class Window(NamedTuple):
     """The measurements of one period.
 
     Attributes:
-        rate: Records per second that the threads of the crew completed.
-        thread_cores: Number of processors that the threads of the crew kept busy.
+        rate: Records per second that the threads of the pool completed.
+        thread_cores: Number of processors that the threads of the pool kept busy.
         process_cores: Number of processors that the whole process kept busy.
         starved: Share of the time, 0 to 1, in which the consumer waited for a result.
     """
@@ -68,8 +67,8 @@ class Window(NamedTuple):
 class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
-    The count begins with one thread. If the reads wait, the count changes at once to the number of
-    threads that would keep one processor busy, but by a factor of 16 at most. Otherwise twice as
+    The first read decides the first number. If reads wait, the number changes at once to the number
+    of threads that would keep one processor busy, but by a factor of 16 at most. Otherwise twice as
     many threads are tried, or half as many. A change that helps is kept. A change that does not
     help is taken back, and the other direction is tried after a rest of some windows. The rest
     grows with the number of attempts that did not help, and after two of them attempts are smaller.
@@ -86,20 +85,30 @@ class ThreadCount:
     """
 
     def __init__(self, most: int, cores: int):
-        self.threads, self.why = 1, "the first read runs alone"
+        self.threads, self.why = 1, "no read is done yet"
         self.most: int = most
         self._cores = cores
-        self._is_first = True
         # The mean rate of windows with the present threads, and their mean distance from it.
         self._rate = self._spread = 0.0
         # (threads, rate, spread) before the present attempt; None without an attempt.
         self._before: tuple[int, float, float] | None = None
-        # The least share of the time in which the consumer has to wait in a window with the present
-        # attempt, and the number of windows that may be left out because it waits less.
-        self._least_starved, self._may_leave_out = 0.0, 0
         self._up = True  # True if the next attempt is with more threads
         self._rest, self._next_rest = 0, _REST
         self._is_other = False  # True if the last window was far from the mean rate
+
+    def begin(self, reads: int, cores: float) -> None:
+        """Decides the first number of threads.
+
+        Args:
+            reads: Number of reads side by side when the first one was done.
+            cores: Number of processors that these reads kept busy.
+        """
+        if cores < 0.9:  # reads that compute keep a processor busy, or all of them
+            self._set(min(math.ceil(reads / max(cores, 0.01)), _AT_ONCE), "reads wait")
+        else:
+            # One read says little about the rate. So no attempt is made in the next windows.
+            self._set(1, "the first read mostly computed")
+            self._rest = _REST
 
     def decide(self, window: Window) -> None:
         """Decides the next number of threads.
@@ -107,16 +116,9 @@ class ThreadCount:
         Args:
             window: The measurements with the present number of threads.
         """
-        first, self._is_first = self._is_first, False
-        if first and window.process_cores >= 0.5:
-            # One read says little about the rate. So no attempt is made in the next windows.
-            self._rest = _REST
-            self.why = "the first read mostly computed"
-        elif window.starved < _FED:
+        if window.starved < _FED:
             # The consumer was slower than the threads, so the rate was the rate of the consumer.
             self._before, self._rate = None, 0.0
-        elif self._before and window.starved < self._least_starved and self._may_leave_out:
-            self._may_leave_out -= 1
         elif self._before is not None and not self._helped(*self._before, window.rate):
             pass  # `_helped` has already taken the attempt back
         else:
@@ -192,7 +194,6 @@ class ThreadCount:
         threads = min(self.most, math.ceil(step * self.threads)) if self._up else down
         if threads != self.threads:
             self._before = self.threads, self._rate, self._spread
-            self._least_starved, self._may_leave_out = window.starved / 2, _MOST_LEFT_OUT
             self._set(threads, "reads wait" if waits else "an attempt")
 
     def _set(self, threads: int, why: str) -> None:
@@ -202,15 +203,18 @@ class ThreadCount:
 class ReadPace:
     """The number of threads that read side by side, adapted while they read.
 
-    The first read runs alone. After it the number is `fixed`, or `ThreadCount` decides it.
+    Until the first read is done, each read that begins adds a thread. So a few reads are side by
+    side at once if they wait, and one is alone if it takes less time than to start a thread. Then
+    `ThreadCount` decides the number.
 
     The rate of a window is computed by Little's law: the average number of unfinished reads,
     divided by the time that one record takes. A count of the records that end within the window
     would be far off if many long reads end at the same time.
 
     Args:
-        fixed: The number of threads after the first read; None to adapt the number.
+        fixed: The number of threads; None to adapt the number.
         most: The largest number of threads.
+        alone: True if the first read runs alone, because it reads a whole batch.
         process_time: Returns the processor time of this process, in seconds.
 
     Attributes:
@@ -223,16 +227,20 @@ class ReadPace:
         fixed: int | None = None,
         *,
         most: int = MOST_THREADS,
+        alone: bool = False,
         process_time: Callable[[], float] = time.process_time,
     ):
-        self._fixed, self._process_time = fixed, process_time
+        self._fixed, self._alone, self._process_time = fixed, alone, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
+        if fixed is not None:
+            self.count.threads, self.count.why = self.count.most, "num_threads"
         self.threads: int = self.count.threads
         self.seconds_per_record: float | None = None
         self._active = 0  # number of unfinished reads
         self._waiting = 0  # number of consumers that wait
         # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
         self._waits: deque[tuple[float, int]] = deque()
+        self._first: _Sums | None = _Sums(0.0, 0.0)  # of the reads before the first decision
         self._changed = 0.0  # time of the last change of the number of threads
         self._window: _Sums | None = None
         self._window_s = 0.0  # least length of the window; 0 for the first, which is one read
@@ -254,6 +262,11 @@ class ReadPace:
         """
         self._pass(now)
         self._active += 1
+        if self.seconds_per_record is None and self._fixed is None:
+            # A read that takes longer than it takes to start a thread most likely waits.
+            if not self._alone:
+                self.threads = min(max(self.threads, self._active + 1), _AT_ONCE, self.count.most)
+            return
         if self._window is None and self._active == self.threads:
             self._window = self._new_window(now)
 
@@ -276,8 +289,10 @@ class ReadPace:
         last = self.seconds_per_record
         self.seconds_per_record = each if last is None else (last + each) / 2
         if self._fixed is not None:
-            self.threads = self.count.threads = min(self._fixed, self.count.most)
-            self.count.why = "num_threads"
+            return
+        if self._first is not None:
+            self._add_first(self._first, now - start, processor_s)
+            self._changed = now
             return
         if start < self._changed:
             return  # the task began with another number of threads, so it does not count
@@ -301,6 +316,25 @@ class ReadPace:
         self._window = self._new_window(now) if self.threads == threads else None
         if self.threads != threads:
             self._changed = now
+
+    def _add_first(self, first: _Sums, wall_s: float, processor_s: float) -> None:
+        """Adds one of the first reads, which were side by side; after the last one, decides.
+
+        The very first read counts only if it was alone. Code that runs for the first time makes it
+        longer.
+        """
+        if not first.records:
+            first.records = self._active + 1  # the number of the first reads
+            if self._active:
+                first.tasks = 1
+                return
+        first.tasks += 1
+        first.wall_s += wall_s
+        first.processor_s += processor_s
+        if first.tasks >= first.records:
+            cores = first.records * first.processor_s / max(first.wall_s, 1e-9)
+            self.count.begin(first.records, cores)
+            self.threads, self._first = self.count.threads, None
 
     def consumer_waits(self, now: float) -> None:
         """Notes that a consumer begins to wait for a result. Any thread may call this at any time.

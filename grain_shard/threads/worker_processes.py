@@ -38,7 +38,7 @@ import numpy as np
 from grain_shard.errors import ShardingError, notes_of, noting, text_of
 from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.threads.pickling import pickled, unpickled
-from grain_shard.threads.tasks import Producer
+from grain_shard.threads.producer import Producer
 
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
@@ -129,13 +129,13 @@ class WorkerProcesses(Producer[Any]):
                 with noting("while closing the worker processes"):
                     elements.close()
             finally:
+                # Grain's iterators are in reference cycles with the semaphores of their processes.
+                # If the garbage collector finds the cycles while new semaphores are made, or while
+                # the interpreter exits, the old ones leak. So the cycles are collected now.
+                del elements
+                gc.collect()
                 _closing.discard(ended)
                 ended.set()
-            # Grain's iterators are in reference cycles with the semaphores of their processes. If
-            # the garbage collector finds the cycles while new semaphores are made, the old ones
-            # leak. So the cycles are collected now.
-            del elements
-            gc.collect()
 
 
 @contextlib.contextmanager

@@ -78,13 +78,14 @@ def shard_to(
             get 0.
         cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
             With `num_workers` there may be more: four for each worker, and one. So 8 workers have
-            up to 33 batches. All workers of feeds together have at least four, and one.
+            up to 33 batches. All workers of feeds together have at least four, and two.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
-        num_threads: Number of threads that read at the same time, from a `MapDataset`, for a stream
-            that begins with one, or for all feeds together. With None the number is adapted while
-            the loop runs. For a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, the
-            `ReadOptions` give the defaults of `num_threads` and `cpu_buffer_size`.
+        num_threads: Number of threads that read a `MapDataset`, or run feeds, at the same time.
+            With None the number is adapted while the loop runs. For a stream, it is the most
+            threads of its ``.to_iter_dataset``. For a `MapDataset` with
+            ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
+            `num_threads` and `cpu_buffer_size`.
         num_workers: Number of Grain worker processes that make the batches in place of threads.
             Each of them imports the main script. So its loop, and ``jax.distributed.initialize()``,
             have to be under ``if __name__ == "__main__":``.

@@ -19,8 +19,8 @@ from grain_shard.grain_inside import nodes
 from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.transient import is_transient
-from grain_shard.threads.background import in_background
-from grain_shard.threads.tasks import Items
+from grain_shard.threads.mapped import mapped
+from grain_shard.threads.producer import Items
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -208,9 +208,7 @@ class Records:
 def _by_threads(work: Callable[[S], T], items: Iterable[S], threads: int) -> Iterator[T]:
     """Yields the results of a function, which threads call in the contexts of this one."""
     source = Items(iter(items))
-    made = in_background(
-        work, source, buffer_size=threads, num_threads=threads, name="grain-shard-check"
-    )
+    made = mapped(work, source, size=threads, num_threads=threads, name="grain-shard-check")
     try:
         yield from made
     finally:

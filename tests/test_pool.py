@@ -1,4 +1,4 @@
-"""`Background` by itself.
+"""`Pool` by itself, over the items of a producer.
 
 Where threads meet, events and barriers say who goes first; a timeout only ends what hangs.
 """
@@ -10,9 +10,10 @@ import threading
 
 import pytest
 
-from grain_shard.threads.background import in_background
-from grain_shard.threads.results import Results
-from grain_shard.threads.tasks import Producer, Raised
+from grain_shard.errors import Raised
+from grain_shard.threads.mapped import mapped
+from grain_shard.threads.pool import Pool
+from grain_shard.threads.producer import Producer
 from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
@@ -39,8 +40,8 @@ class Tickets(Producer):
 
 
 def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
-    options = {"buffer_size": buffer_size, "num_threads": num_threads}
-    return in_background(work, tickets or Tickets(), name="grain-shard-test", **options)
+    options = {"size": buffer_size, "num_threads": num_threads}
+    return mapped(work, tickets or Tickets(), name="grain-shard-test", **options)
 
 
 def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
@@ -84,13 +85,13 @@ def test_a_wait_for_something_ends_with_false_once_it_is_stopped(is_started):
 
 
 def test_an_error_that_comes_for_a_result_or_after_a_stop_is_no_end():
-    results = Results(2)
-    results.put(results.begin(), "first")
-    results.put(0, Raised(MemoryError(), None))
-    assert (results.take(), results.known().end, results.has_end) == ("first", None, False)
-    results.stop()
-    results.end(Raised(OSError("an effect of the stop"), None))  # other hosts would be told of it
-    assert results.known() == (1, None)
+    numbers = stage(lambda n: n)
+    numbers._put(0, "first")
+    numbers._put(0, Raised(MemoryError(), None))
+    assert (next(numbers), numbers.known().end) == ("first", None)
+    numbers.close()
+    numbers._put(1, Raised(OSError("an effect of the stop"), None))  # other hosts would be told
+    assert numbers.known().end is None
 
 
 class TestErrors:
@@ -201,6 +202,22 @@ class TestClose:
         assert_ended([thread])
         assert len(tickets.closed_by) == 1, "by the thread, when the user's code returned"
 
+    def test_one_that_an_interrupt_cut_short_may_be_repeated(self, monkeypatch):
+        tickets, ends = Tickets(), Pool._draw_no_more
+
+        def interrupted(pool):
+            monkeypatch.setattr(Pool, "_draw_no_more", ends)
+            raise KeyboardInterrupt
+
+        numbers = stage(lambda n: n, tickets)
+        next(numbers)
+        monkeypatch.setattr(Pool, "_draw_no_more", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            numbers.close()
+        numbers.close()
+        assert_ended(numbers.threads)
+        assert len(tickets.closed_by) == 1
+
     def test_called_by_the_work_itself_it_does_not_wait_for_itself(self):
         numbers = stage(lambda n: numbers.close())
         with pytest.raises(StopIteration):
@@ -215,7 +232,7 @@ def test_an_iterator_may_be_collected_and_stop_a_stage_that_holds_its_locks():
     stopped = threading.Event()
 
     def stopped_under_the_locks():
-        with numbers._crew._lock, numbers._results._lock:
+        with numbers._lock:
             numbers.stop()
         stopped.set()
 

@@ -1,0 +1,206 @@
+"""`BatchReads`: divides the records of a pipeline's batches into tasks, which a pool runs.
+
+The records of all batches form one sequence: this host's records of batch 0, then its records of
+batch 1, and so on. Each task takes the next few records, even across the end of a batch, reads
+them, and writes them to their batches. The task that writes the last missing records of a batch
+also finishes the batch. All threads take the earliest records first, so the first batch is ready
+soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from grain_shard.errors import Raised
+from grain_shard.grain_inside.routes import Elements, read_together
+from grain_shard.reading.batch_builder import BatchBuilder
+from grain_shard.reading.batching import Batching
+from grain_shard.reading.cuts import Progress
+from grain_shard.reading.faults import Faults
+from grain_shard.reading.first_record import FirstRecord
+from grain_shard.reading.stack import RowTemplate
+from grain_shard.spans import READ, span
+from grain_shard.threads.pace import ReadPace
+from grain_shard.threads.pool import End, Task, Tasks
+from grain_shard.trees import Batch
+
+# The most records in one call of a source. With array_record, a record costs 25 us in a call for
+# 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls gain little.
+_RECORDS_PER_CALL = 1024
+# If records are read one by one, a task takes as many records as it can read in about this many
+# seconds. Shorter tasks would cost too much, because each task costs some microseconds. In a longer
+# task, slow records would wait for each other, although other threads could read them.
+_READ_S = 4e-3
+# The indices of several batches are computed together, up to this many records: a shuffle of 4096
+# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms. For a fast start, the
+# first batch is computed alone. Then more and more batches are computed at once.
+_RECORDS_AHEAD = 4096
+
+
+class BatchReads(Tasks[tuple[Batch, Progress]]):
+    """The tasks that read an iterator's batches. A result is a batch and the position after it.
+
+    Args:
+        batching: Describes the batches of the pipeline.
+        indices: The numbers of the batches to read.
+        buffer_size: Largest number of batches that wait for the loop or are unfinished.
+        pace: Decides the number of concurrent tasks, and measures the time that one record takes.
+        faults: The rules for failed reads.
+        first_record: The first record of the source, to read and digest beside the first batch.
+    """
+
+    def __init__(
+        self,
+        batching: Batching,
+        indices: range,
+        buffer_size: int,
+        pace: ReadPace,
+        *,
+        faults: Faults,
+        first_record: FirstRecord,
+    ):
+        self._builders = _builders(batching, indices, faults)
+        self._num_batches, self._begun = len(indices), 0
+        self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
+        self._first_record = None if first_record.is_read else first_record
+        self._reads_many = batching.reads_many
+        self._batch_size = max(1, batching.records_per_batch)
+        self._template: RowTemplate | None = None  # of the batches that were begun
+        # The records of the last begun batch that no task has yet; None if there are none.
+        self._rest: _Part | None = None
+        self._error: Raised | None = None  # the error of the next batch, which cannot begin
+
+    def draw(self, limit: int) -> Task[tuple[Batch, Progress]] | None:
+        if self._first_record is not None and self._begun:
+            first_record, self._first_record = self._first_record, None
+            return first_record
+        most = self._records_at_a_time()
+        if self._rest is None and self._error is None and limit - self._begun < self._room(most):
+            return None
+        if parts := self._take(most, limit):
+            return _Read(parts, self._reads_many)
+        return End(self._begun, self._error or _END) if limit > self._begun else None
+
+    def _room(self, most: int) -> int:
+        """Returns how many batches have to have room before a task begins one, at least 1.
+
+        A call for many records costs less for each record. So the next call waits until the buffer
+        has room for all batches of the call. It waits for three quarters of the buffer at most.
+        During the call, the loop trains on the other batches of the buffer and on the batches on
+        the devices.
+        """
+        batches = most // self._batch_size if self._reads_many else 1
+        left = self._num_batches - self._begun
+        return max(1, min(batches, 3 * self._buffer_size // 4, left))
+
+    def _records_at_a_time(self) -> int:
+        """Returns the largest number of records for the next task."""
+        if not self._reads_many:
+            seconds = self._pace.seconds_per_record
+            in_time = int(_READ_S / max(seconds, 1e-9)) if seconds else 1
+            at_a_time = 1 if self._template is None else self._template.rows_at_a_time
+            return max(1, min(in_time, at_a_time))
+        # A call for many records costs less for each record. So each thread's call gets an equal
+        # share of the whole buffer. If the share is a batch or more, the first calls are smaller,
+        # for a fast first batch: one batch, then twice as many batches each time.
+        threads = self._pace.threads
+        if threads > self._buffer_size:
+            part = -(-self._batch_size * self._buffer_size // threads)
+        else:
+            part = self._batch_size * min(self._buffer_size // threads, self._begun + 1)
+        return max(1, min(part, _RECORDS_PER_CALL))
+
+    def _take(self, most: int, limit: int) -> list[_Part]:
+        """Takes the next records, at most `most`, of batches with a number below `limit`."""
+        parts, last = list[_Part](), min(limit, self._num_batches)
+        while most > 0 and self._error is None:
+            if self._rest is None:
+                if self._begun >= last:
+                    break
+                try:
+                    builder = next(self._builders)
+                except BaseException as error:
+                    self._error = Raised.of(error)
+                    break
+                self._begun, self._template = self._begun + 1, builder.template
+                self._rest = _Part(self._begun - 1, builder, 0, builder.size)
+            if self._rest.number >= limit:  # an earlier batch has failed
+                break
+            number, builder, start, stop = self._rest
+            middle = min(start + most, stop)
+            parts.append(_Part(number, builder, start, middle))
+            self._rest = _Part(number, builder, middle, stop) if middle < stop else None
+            most -= middle - start
+        return parts
+
+    def stop(self) -> None:
+        self._faults.stop()
+
+
+class _Part(NamedTuple):
+    """A range of the records of one batch.
+
+    Attributes:
+        number: The number of the batch among the results.
+        builder: The unfinished batch.
+        start: Position of the first record among the records of the batch.
+        stop: Position after the last record.
+    """
+
+    number: int
+    builder: BatchBuilder
+    start: int
+    stop: int
+
+
+class _Read:
+    """Reads ranges of records, and finishes the batches that they complete.
+
+    Args:
+        parts: The ranges.
+        reads_many: True if the source reads many records in one call.
+    """
+
+    def __init__(self, parts: list[_Part], reads_many: bool):
+        self._parts, self._reads_many = parts, reads_many
+        self.size = sum(part.stop - part.start for part in parts)
+
+    def run(self) -> Iterator[tuple[int, tuple[Batch, Progress] | Raised]]:
+        parts, self._parts = self._parts, []
+        for part, elements in zip(parts, self._read(parts), strict=True):
+            try:
+                if part.builder.write(elements, part.start, part.stop):
+                    yield part.number, (part.builder.finish(), part.builder.position)
+            except BaseException as error:
+                yield part.number, Raised.of(error)
+
+    def _read(self, parts: list[_Part]) -> list[Elements | None]:
+        """Returns the elements of each part, read in one call if the source can, or None."""
+        if len(parts) > 1 and self._reads_many:
+            # If the call for all parts fails, each part is read alone later. So only the batch with
+            # the bad record gets the error.
+            with contextlib.suppress(BaseException), span(READ):
+                ways = [part.builder.way(part.start, part.stop) for part in parts]
+                read = read_together(ways, parts[0].builder.faults)
+                return [elements or None for elements in read]
+        return [None] * len(parts)
+
+
+_END = Raised(StopIteration(), None)
+
+
+def _builders(batching: Batching, indices: range, faults: Faults) -> Iterator[BatchBuilder]:
+    """Yields a builder for each batch. The records of several batches are found together."""
+    begun, batch_size = 0, max(1, batching.records_per_batch)
+    while begun < len(indices):
+        some = indices[begun:][: max(1, min(_RECORDS_AHEAD // batch_size, begun))]
+        found: list[BatchBuilder] = []
+        if len(some) > 1:
+            # If an error is raised for several batches together, only the first one is begun.
+            with contextlib.suppress(Exception):
+                found = batching.begin(some, faults)
+        for builder in found or batching.begin(some[:1], faults):
+            begun += 1
+            yield builder

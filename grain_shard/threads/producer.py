@@ -1,0 +1,43 @@
+"""`Producer`: an iterator whose consumer can stop and close it; `mapped`: a pool over its items.
+
+Batches pass a chain of producers, from the source at the top to the training loop at the bottom. A
+producer is asked for its next item, and told to end, by the producer below it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Producer(Iterator[T]):
+    """An iterator over items that its consumer can stop and close."""
+
+    @abstractmethod
+    def __next__(self) -> T:
+        """Returns the next item. Only one thread calls this at a time."""
+
+    def stop(self) -> None:
+        """Tells this producer, and the producers above it, to end. It does not wait for them.
+
+        Any thread may call this. A ``next`` that waits in another thread soon returns or raises.
+        """
+
+    def close(self) -> None:
+        """Ends the threads and processes of this producer, and of the producers above it.
+
+        This waits until they have ended.
+        """
+
+
+class Items(Producer[T]):
+    """An ordinary iterator as a producer. It has no threads or processes to end."""
+
+    def __init__(self, iterator: Iterator[T]):
+        self._iterator = iterator
+
+    def __next__(self) -> T:
+        return next(self._iterator)
