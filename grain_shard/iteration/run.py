@@ -108,7 +108,7 @@ class Run:
     @property
     def is_running(self) -> bool:
         """True if a background thread has not ended, for example inside the user's code."""
-        return any(t.is_alive() for stage in (self._batches, self._placed) for t in stage.threads)
+        return self._batches.is_running or self._placed.is_running
 
     def next(self, position: Position, digest: str) -> Placed:
         """Waits for the next batch and returns it.

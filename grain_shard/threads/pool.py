@@ -155,7 +155,8 @@ class Pool(Producer[T]):
         self._tasks, self._size, self._name, self._pace = tasks, size, name, pace
         self._on_wait, self._world = on_wait, World()
         self._wanted = num_threads if pace is None else pace.threads  # threads that should work
-        self._running = 0  # number of threads that have not ended
+        self._working = 0  # number of threads that may still draw a task or run one
+        self._running = 0  # number of threads that have not ended, with one that closes the tasks
         self._results: dict[int, T | Raised] = {}  # by number
         self._ready = 0  # number of results before the first missing one, taken ones included
         self._failed = sys.maxsize  # number of the first result with an error so far
@@ -302,6 +303,7 @@ class Pool(Producer[T]):
             )
             # Before the start: if an interrupt cuts the start short, `close` knows of the thread.
             self.threads.append(thread)
+            self._working += 1
             self._running += 1
         # Without the lock, as the start waits for locks of `threading`. The garbage collector may
         # call `stop` in a thread that holds one of them.
@@ -313,6 +315,7 @@ class Pool(Producer[T]):
                 if thread.ident is not None:  # it runs: an interrupt has only ended the wait for it
                     raise
                 self.threads.remove(thread)  # if it begins nevertheless, it ends at once
+                self._working -= 1
                 self._running -= 1
                 if not isinstance(error, RuntimeError):
                     raise
@@ -355,20 +358,29 @@ class Pool(Producer[T]):
         self.stop()
         if self._is_forked:
             return
-        until: float | None = None
-        while alive := self._others_alive():  # again, because one of them may have started another
-            until = time.monotonic() + _JOIN_TIMEOUT_S if until is None else until
-            if (left_s := until - time.monotonic()) <= 0:
-                break
-            alive[0].join(left_s)
+        # Without a thread no imported name is used: the interpreter's exit may have cleared it.
+        if self._running:
+            self._join()
         with self._lock:
             self._logs_errors = True  # those that come later, because nobody can raise them
             error, self._close_error = self._close_error, None
         if error is not None:
             raise error
 
-    def _others_alive(self) -> list[threading.Thread]:
-        return [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
+    def _join(self) -> None:
+        """Waits until the threads have ended, except for the calling thread."""
+        own, until = threading.current_thread(), time.monotonic() + _JOIN_TIMEOUT_S
+        # By our own count, as a thread that is just starting is not alive yet, says `threading`.
+        with _interrupts_first(), self._lock:
+            self._changed.wait_for(lambda: self._running <= (own in self.threads), _JOIN_TIMEOUT_S)
+        for thread in self.threads:
+            if thread is not own and thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    @property
+    def is_running(self) -> bool:
+        """True if a thread has not ended, for example inside the user's code."""
+        return self._running > 0
 
     def log_close_error(self) -> None:
         """Logs the error of closing, now or when it happens, because close() will not be called."""
@@ -410,11 +422,13 @@ class Pool(Producer[T]):
             self._tasks.stop()
         finally:
             with self._lock:
-                self._running -= 1
-                is_last = self._running == 0
-                self._changed.notify_all()
+                self._working -= 1
+                is_last = self._working == 0
             if is_last:
                 self._close_tasks()
+            with self._lock:
+                self._running -= 1
+                self._changed.notify_all()
 
     def _work(self, rank: int) -> None:
         while self._step(rank):
