@@ -91,7 +91,7 @@ class TestCommand:
         assert command(words) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         (line,) = [line for line in lines if line[:1] == ["devices"]]
-        assert " ".join(line) == "devices 32 x TPU v5 lite on 8 hosts in several slices"
+        assert " ".join(line) == "devices 32 x TPU v5 lite on 8 hosts"
 
     @needs_libtpu
     def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):
