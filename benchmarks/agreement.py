@@ -28,7 +28,7 @@ from grain_shard.hosts.compare import compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.hosts.series import Series
-from grain_shard.threads.pool import Known
+from grain_shard.threads.results import Known
 
 HOSTS = (16, 256, 1536)
 PROCESSES = 4  # processes for all hosts after the first

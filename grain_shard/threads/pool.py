@@ -6,8 +6,8 @@ calls what, in which thread:
 
 * **The consumer** calls ``next``, which starts the threads, waits for the next result and takes it.
 * **A thread of the pool** draws a task (`Tasks.draw`, one thread at a time), runs it (`Task.run`),
-  and puts the results in their places. If there is no room for more results, it waits in the draw.
-  If fewer threads should work than were started (`pace.py`), it rests.
+  and puts the results in order (`results.py`). If there is no room for more results, it waits in
+  the draw. If fewer threads should work than were started (`pace.py`), it rests.
 * **Any thread** may call the other methods.
 
 The pool promises:
@@ -42,6 +42,7 @@ from grain_shard.errors import GrainShardError, Raised
 from grain_shard.spans import ROOM, span
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.producer import Producer
+from grain_shard.threads.results import Known, Results
 from grain_shard.threads.world import World
 
 T = TypeVar("T")
@@ -102,19 +103,6 @@ class End(NamedTuple):
         return [(self.number, self.raised)]
 
 
-class Known(NamedTuple):
-    """The results that are ready by now.
-
-    Attributes:
-        results: Number of results that are ready or were taken, without a gap from the first one.
-        end: The error that follows these results, or StopIteration if no more results follow. None
-            if it is not known yet.
-    """
-
-    results: int
-    end: BaseException | None
-
-
 class ForkedError(GrainShardError, RuntimeError):
     """This process was forked, and the background threads do not run in it."""
 
@@ -137,7 +125,6 @@ class Pool(Producer[T]):
 
     Attributes:
         threads: The threads that were started.
-        taken: Number of results that were taken.
     """
 
     def __init__(
@@ -151,17 +138,12 @@ class Pool(Producer[T]):
         on_wait: Callable[[float], None] | None = None,
     ):
         self.threads: list[threading.Thread] = []
-        self.taken = 0
-        self._tasks, self._size, self._name, self._pace = tasks, size, name, pace
+        self._tasks, self._name, self._pace = tasks, name, pace
         self._on_wait, self._world = on_wait, World()
         self._wanted = num_threads if pace is None else pace.threads  # threads that should work
-        self._working = 0  # number of threads that may still draw a task or run one
-        self._running = 0  # number of threads that have not ended, with one that closes the tasks
-        self._results: dict[int, T | Raised] = {}  # by number
-        self._ready = 0  # number of results before the first missing one, taken ones included
-        self._failed = sys.maxsize  # number of the first result with an error so far
+        self._running = 0  # number of threads that have not ended
+        self._results = Results[T](size)
         self._ended = 0  # number of tasks that have ended
-        self._end: Raised | None = None  # the error or the end after the ready results
         self._is_stopped = self._is_over = False  # `_is_over`: no more tasks will be drawn
         # In a fork of the process no thread runs, and a lock may stay taken for ever.
         self._is_forked = False
@@ -180,25 +162,22 @@ class Pool(Producer[T]):
     # The consumer
 
     def __next__(self) -> T:
-        if self._wait(self._came, self._has_next, on_wait=self._on_wait):
+        if self._wait(self._came, lambda: self._results.is_next_here, on_wait=self._on_wait):
             with self._lock:
-                if self.taken < self._ready and not self._is_stopped:
-                    result = self._results.pop(self.taken)
-                    self.taken += 1
+                if not self._is_stopped:
+                    result = self._results.take()
                     self._room.notify()
-                    return result  # pyright: ignore[reportReturnType] (no error is before `_ready`)
-            if self._end is not None and not self._is_stopped:
-                self._end.throw()
+                    return result
         raise StopIteration
 
-    def _has_next(self) -> bool:
-        return self.taken < self._ready or self._end is not None
+    @property
+    def taken(self) -> int:
+        """Number of results that were taken."""
+        return self._results.taken
 
     def known(self) -> Known:
         """Returns the number of results that are ready, and the error or end that follows them."""
-        # No lock, which a fork may have left taken. Once there is an end, `_ready` is final.
-        end, ready = self._end, self._ready
-        return Known(ready, None if end is None else end.error)
+        return self._results.known()  # no lock, which a fork may have left taken
 
     def wait_for(
         self,
@@ -226,11 +205,11 @@ class Pool(Producer[T]):
 
         def has_ended() -> bool:
             # An error does not end the wait at once: an unfinished task may still cause the event.
-            return self._end is not None and not self._running
+            return self._results.end is not None and not self._running
 
         come = self._wait(self._changed, lambda: has_come() or has_ended(), wait_s, on_wait)
-        if come and self._end is not None and not has_come():
-            self._end.throw()
+        if come and self._results.end is not None and not has_come():
+            self._results.end.throw()
         return come
 
     def wake(self) -> None:
@@ -303,7 +282,6 @@ class Pool(Producer[T]):
             )
             # Before the start: if an interrupt cuts the start short, `close` knows of the thread.
             self.threads.append(thread)
-            self._working += 1
             self._running += 1
         # Without the lock, as the start waits for locks of `threading`. The garbage collector may
         # call `stop` in a thread that holds one of them.
@@ -315,7 +293,6 @@ class Pool(Producer[T]):
                 if thread.ident is not None:  # it runs: an interrupt has only ended the wait for it
                     raise
                 self.threads.remove(thread)  # if it begins nevertheless, it ends at once
-                self._working -= 1
                 self._running -= 1
                 if not isinstance(error, RuntimeError):
                     raise
@@ -334,7 +311,7 @@ class Pool(Producer[T]):
             return
         with self._lock:
             self._is_stopped = True
-            self._results.clear()
+            self._results.drop()
             self._draw_no_more()
         self._tasks.stop()
         if not self.threads:
@@ -417,18 +394,20 @@ class Pool(Producer[T]):
             self._world.run(self._work, rank)
         except BaseException as error:  # not of a task: errors of tasks are results
             with self._lock:
-                self._end = self._end or Raised.of(error)
+                self._results.put_end(Raised.of(error))
                 self._draw_no_more()
             self._tasks.stop()
         finally:
             with self._lock:
-                self._working -= 1
-                is_last = self._working == 0
-            if is_last:
+                is_last = self._running == 1
+                if not is_last:
+                    self._running -= 1
+                    self._changed.notify_all()
+            if is_last:  # it still counts as running while it closes the tasks
                 self._close_tasks()
-            with self._lock:
-                self._running -= 1
-                self._changed.notify_all()
+                with self._lock:
+                    self._running -= 1
+                    self._changed.notify_all()
 
     def _work(self, rank: int) -> None:
         while self._step(rank):
@@ -462,16 +441,12 @@ class Pool(Producer[T]):
             with self._lock:
                 if self._is_over:
                     return None
-                seen = limit, _ = self._limit(), self._ended
+                seen = limit, _ = self._results.limit, self._ended
             if (task := self._tasks.draw(limit)) is not None:
                 return task
             with self._lock, span(ROOM):
-                while not self._is_over and seen == (self._limit(), self._ended):
+                while not self._is_over and seen == (self._results.limit, self._ended):
                     self._room.wait()
-
-    def _limit(self) -> int:
-        """Returns the number of the first result that may not begin now."""
-        return min(self.taken + self._size, self._failed)
 
     def _run_task(self, task: Task[T]) -> None:
         for result in task.run():
@@ -500,23 +475,14 @@ class Pool(Producer[T]):
         self._start_more()
 
     def _put(self, number: int, result: T | Raised) -> None:
-        """Adds a result or its error. If a result gets several errors, the first one counts."""
         with self._lock:
-            if self._end is not None or self._is_stopped or number < self._ready:
+            if self._is_stopped:
                 return  # an error after `stop` may be an effect of the stop
-            result = self._results.setdefault(number, result)
-            if isinstance(result, Raised):
-                self._failed = min(self._failed, number)
-            before = self._ready
-            while self._ready in self._results and self._end is None:
-                if isinstance(found := self._results[self._ready], Raised):
-                    self._end = found
-                    self._draw_no_more()
-                else:
-                    self._ready += 1
-            if self._ready > before:
+            if self._results.put(number, result):
                 self._came.notify()
                 self._changed.notify_all()
+                if self._results.end is not None:
+                    self._draw_no_more()
 
 
 class _interrupts_first:
