@@ -122,7 +122,7 @@ def replaced():
     """A function that replaces the random-access parts of a pipeline."""
 
     def stream(records, options):
-        return record_stream(records, options, 8, Faults(FAIL_AT_ONCE), 0)
+        return record_stream(records, options, Faults(FAIL_AT_ONCE), threads=16, ahead=8, feed=0)
 
     return lambda ds: replace_read_ahead(ds, stream)
 

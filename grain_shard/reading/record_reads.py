@@ -53,27 +53,31 @@ def bounded(options: grain.ReadOptions, *, threads: int, records: int) -> grain.
 def record_stream(
     records: grain.MapDataset,
     options: grain.ReadOptions,
-    most: int,
     faults: Faults,
+    *,
+    threads: int,
+    ahead: int,
     feed: int | None = None,
 ) -> grain.IterDataset:
     """Returns the stream that ``records.to_iter_dataset(options)`` is, read by our rules.
 
     Args:
         records: The records.
-        options: The read options, see `bounded`.
-        most: Most records that are read in one call, if the source reads many in a call.
+        options: The user's read options.
         faults: The rules for failed reads.
+        threads: Most threads that read ahead.
+        ahead: Most records that are read ahead, or in one call if the source reads many in a call.
         feed: Number of the feed; None in a stream that is no feed.
 
     Returns:
         The stream. Its one parent is a `RecordReads`.
     """
+    options = bounded(options, threads=threads, records=ahead)
     # Which turn of a feed a bad record counts for is known only if the feed's own thread reads it.
     if nodes.has_threads(options) and not faults.masks:
         return RecordReads(records, faults, feed, World()).to_iter_dataset(options)
     reads = RecordReads(records, faults, feed, None)
-    return RecordStream(reads, most if reads.reads_many else _BLOCK)
+    return RecordStream(reads, ahead if reads.reads_many else _BLOCK)
 
 
 class RecordReads(grain.MapDataset):

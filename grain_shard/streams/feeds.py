@@ -26,7 +26,7 @@ from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
-from grain_shard.reading.record_reads import bounded, record_stream
+from grain_shard.reading.record_reads import record_stream
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.state_json import warn_unsaved
 from grain_shard.streams.feed_arrays import FeedIterator
@@ -192,9 +192,11 @@ class Feeds(Streams):
         made: list[grain.IterDataset] = []
 
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
-            options = bounded(options, threads=threads, records=reads.rows)
-            made.append(record_stream(records, options, reads.rows, reads.faults, number))
-            return made[-1]
+            stream = record_stream(
+                records, options, reads.faults, threads=threads, ahead=reads.rows, feed=number
+            )
+            made.append(stream)
+            return stream
 
         return FeedIterator(replace_read_ahead(self.make(number), read), made, reads.faults)
 

@@ -23,7 +23,7 @@ from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
 from grain_shard.reading.iterable import agreed_rows
-from grain_shard.reading.record_reads import bounded, record_stream
+from grain_shard.reading.record_reads import record_stream
 from grain_shard.reading.stack import check_rows
 from grain_shard.state_json import UNCHANGED, why_unsaved
 from grain_shard.trees import check_record
@@ -199,8 +199,7 @@ class OneStream(Streams):
         threads = reads.num_threads or READ_AHEAD_THREADS
 
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
-            options = bounded(options, threads=threads, records=ahead)
-            return record_stream(records, options, ahead, reads.faults)
+            return record_stream(records, options, reads.faults, threads=threads, ahead=ahead)
 
         return iter(replace_read_ahead(self._ds, read, check_record, check_rows))
 
