@@ -150,7 +150,7 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
     def run(host: int) -> None:
         raw[host - first].connect()
         local.series = Series()
-        local.series.place, numbers = "benchmark", iter(range(100))
+        local.series.made_at, numbers = "benchmark", iter(range(100))
 
         def meet() -> None:
             raw[host - first].wait_at_barrier(f"meet-{next(numbers)}", int(TIMEOUT_S * 1000))

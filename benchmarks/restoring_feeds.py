@@ -36,8 +36,8 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
 
 
 def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostStreams:
-    plan = ds.plan.of_host(layouts[host])
-    return HostStreams(plan, saved_feeds=plan.to_save(layouts, host))
+    rows = ds.host_rows.of_host(layouts[host])
+    return HostStreams(rows, saved_feeds=rows.to_save(layouts, host))
 
 
 def state_of(host: HostStreams) -> dict[str, Any]:

@@ -13,7 +13,7 @@ PICTURE = Path(__file__).with_name("way.svg")
 LEFT, RIGHT, BOTH = 0, 1, 2  # random access, streams, and every kind of pipeline
 # (column, step, its files), from the top down; two columns of one step stand side by side.
 STEPS = [
-    [(BOTH, "1  shard_to: stages make a plan", "transforms/, reading/plan.py")],
+    [(BOTH, "1  shard_to: stages choose rows", "transforms/, reading/host_rows.py")],
     [(BOTH, "2  iter: a run opens at a position", "iteration/iterator.py, run.py")],
     [
         (LEFT, "3  a task: the next records", "reading/batch_reads.py, cuts.py"),
@@ -28,14 +28,14 @@ STEPS = [
         (RIGHT, "5  rows become a padded batch", "streams/feed_rows.py, whole_rows.py"),
     ],
     [(BOTH, "6  a bounded buffer, in order", "threads/pool.py")],
-    [(BOTH, "7  onto the devices", "iteration/placing.py, sharding/assemble.py")],
+    [(BOTH, "7  onto the devices", "iteration/device_batches.py, sharding/assemble.py")],
     [(BOTH, "8  next: the hosts agree", "iteration/run.py, hosts/compare.py")],
 ]
 # Who does the steps from the first number to the second.
 LANES = [
     (1, 2, "the loop's thread", "#FDF3E1"),
     (3, 6, "reading threads", "#E8F1F8"),
-    (7, 7, "the placing thread", "#E6F4EC"),
+    (7, 7, "the device thread", "#E6F4EC"),
     (8, 8, "the loop's thread", "#FDF3E1"),
 ]
 WIDTH, BOX, GAP, HEIGHT, PITCH, LANE, TOP = 760, 290, 12, 44, 60, 148, 34

@@ -15,7 +15,7 @@ from .iteration.iterator import ShardedIterator as ShardedIterator
 from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.faults import Retries as Retries
-from .reading.iterable import from_iterable as from_iterable
+from .reading.from_iterable import from_iterable as from_iterable
 from .sharding.layout import BatchLayout as BatchLayout
 from .sharding.shard_by_mesh import ShardByMesh as ShardByMesh
 from .sharding.sharding_tree import ShardingTree as ShardingTree

@@ -24,17 +24,17 @@ from typing import Any, NamedTuple, NoReturn
 
 
 @contextlib.contextmanager
-def noting(place: str) -> Iterator[None]:
+def noting(where: str) -> Iterator[None]:
     """Adds a note to any error raised in the ``with`` block.
 
     Args:
-        place: The place of the error, in words, such as "in feed 3"; "" for no note.
+        where: Where the error came, in words, such as "in feed 3"; "" for no note.
     """
     try:
         yield
     except BaseException as error:
-        if place:
-            error.add_note(f"grain_shard: {place}")
+        if where:
+            error.add_note(f"grain_shard: {where}")
         raise
 
 
@@ -225,8 +225,8 @@ def describe_error(error: BaseException) -> str:
     """
     ours = "grain_shard: "
     notes = [note.removeprefix(ours) for note in notes_of(error) if note.startswith(ours)]
-    places = f" ({'; '.join(notes)})" if notes else ""
-    return f"{type(error).__name__}: {text_of(error)}{places}"
+    in_notes = f" ({'; '.join(notes)})" if notes else ""
+    return f"{type(error).__name__}: {text_of(error)}{in_notes}"
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

@@ -11,8 +11,8 @@ import pytest
 from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.blocked import Blocked
+from grain_shard.hosts.host_group import GroupSettings, HostGroup
 from grain_shard.hosts.series import Series
-from grain_shard.hosts.together import AcrossHosts, Together
 from tests.on_hosts import KeyValues
 
 
@@ -66,8 +66,8 @@ def test_a_vote_of_a_process_that_ended_is_not_waited_for(alarm, told, missing, 
 
 def test_own_data_are_waited_for_as_long_as_timeout_s_unless_reads_are_tried_again():
     retries = 0
-    across = AcrossHosts("random access", range(2), Series(), 10.0, {}, [0])
-    host = KeyValues().of_host(1, lambda: Together(across, retries=lambda: retries))
+    group_settings = GroupSettings("random access", range(2), Series(), 10.0, {}, [0])
+    host = KeyValues().of_host(1, lambda: HostGroup(group_settings, retries=lambda: retries))
     for waited_s in (1.0, 10.0, 1.0, 10.0):  # two waits
         host.waits(waited_s)
     retries = 1
@@ -75,7 +75,7 @@ def test_own_data_are_waited_for_as_long_as_timeout_s_unless_reads_are_tried_aga
     host.waits(21.0)
     with pytest.raises(HostTimeoutError, match=r"host 1 has waited 22 s for the data of its next"):
         host.waits(22.0)
-    Together(None).waits(1000.0)  # on a single host
+    HostGroup(None).waits(1000.0)  # on a single host
 
 
 def test_a_loop_is_blocked_once_it_has_stood_still_for_ten_seconds_of_looks(monkeypatch, capfd):

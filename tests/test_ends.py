@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grain_shard.errors import HostTimeoutError, ShardingError
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.iteration.placing import Placing
+from grain_shard.iteration.device_batches import PutOnDevices
 from grain_shard.reading.padding import Padding
 from grain_shard.stats.meter import Meter
 from grain_shard.threads.mapped import mapped
@@ -128,9 +128,9 @@ def test_a_scalar_stays_what_it_is_in_padding():
             return position + batches
 
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
-    place = Placing(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
-    assert place((rows, 1)).size["records"] == 4
-    padding, position, size = place.padding(Padded(), 0)
+    put = PutOnDevices(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
+    assert put((rows, 1)).size["records"] == 4
+    padding, position, size = put.padding(Padded(), 0)
     assert (position, size["records"]) == (2, 0)
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()

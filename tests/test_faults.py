@@ -362,7 +362,7 @@ class TestMask:
         rules = FaultRules(on_bad_record="mask", max_bad_records=1.0)
         held = layout.rows(global_batch_size)
         for index in range(len(ds)):
-            got = ds.plan.read_batch(index, Faults(rules))
+            got = ds.host_rows.read_batch(index, Faults(rules))
             indices = index * global_batch_size + held
             is_good = [i < num_records and i not in missing for i in indices.tolist()]
             np.testing.assert_array_equal(got["valid_mask"], is_good)

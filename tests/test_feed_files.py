@@ -40,8 +40,8 @@ def opened(call, reading):
     return [name for name, reads in OPENED if "feeds-" in name and reads == reading], result
 
 
-def host_of(plan, layouts, host):
-    return HostStreams(plan, saved_feeds=plan.to_save(layouts, host))
+def host_of(rows, layouts, host):
+    return HostStreams(rows, saved_feeds=rows.to_save(layouts, host))
 
 
 def hosts_of(ds, shards_of_hosts, divisor):
@@ -49,7 +49,9 @@ def hosts_of(ds, shards_of_hosts, divisor):
     layouts = {
         host: BatchLayout(divisor, tuple(shards)) for host, shards in enumerate(shards_of_hosts)
     }
-    return [host_of(ds.plan.of_host(layout), layouts, host) for host, layout in layouts.items()]
+    return [
+        host_of(ds.host_rows.of_host(layout), layouts, host) for host, layout in layouts.items()
+    ]
 
 
 def even(num_hosts, num_shards):
@@ -146,7 +148,7 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
     divisor, shards = before
     hosts = hosts_of(ds, shards, divisor)
     for host, layout_shards in zip(hosts, shards, strict=True):
-        rows = ds.plan.of_host(BatchLayout(divisor, tuple(layout_shards)))
+        rows = ds.host_rows.of_host(BatchLayout(divisor, tuple(layout_shards)))
         by_feed = rows.by_feed
         assert list(rows.rows_of(rows.layout)) == list(by_feed) == host.own_feeds.run
     saved = [feed for host in hosts for feed in host.own_feeds.saved]

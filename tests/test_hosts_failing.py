@@ -86,7 +86,7 @@ def train(batches):
                 sys.exit(3 if "sys.exit(3)" in kind else 0)
         if kind == "all stop, and one ends first" and count == 5:
             # The others work on until they know that the process of host 2 ends.
-            known = batches._run.together._alarm._ended
+            known = batches._run.group._alarm._ended
             while jax.process_index() != 2 and 2 not in known:
                 time.sleep(0.1)
             break
@@ -272,7 +272,7 @@ def what_they_raise():
     found, iterators = [], []
 
     def hear_of_the_failure():
-        eventually(lambda: iterators and iterators[-1]._run.together._alarm._failure is not None)
+        eventually(lambda: iterators and iterators[-1]._run.group._alarm._failure is not None)
 
     def nothing():
         pass

@@ -162,7 +162,7 @@ STAGE = "grain_shard.transforms.stage"
 # Each of our datasets, and the modules that ask whether a dataset is one.
 ASKED_IN = {
     "ElementsOfParents": {"grain_shard.grain_inside.routes"},
-    "IterableBatches": {"grain_shard.reading.iterable", "grain_shard.streams.whole_rows"},
+    "IterableBatches": {"grain_shard.reading.from_iterable", "grain_shard.streams.whole_rows"},
     "RecordReads": set(),
     "RecordStream": set(),
     "RowMapDataset": {STAGE},

@@ -26,7 +26,7 @@ from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.tools.measuring.loop import run_loop
-from grain_shard.tools.measuring.measurement import Pipeline
+from grain_shard.tools.measuring.measurement import PipelineFacts
 from tests.conftest import data_mesh, wait
 
 
@@ -185,7 +185,7 @@ def test_the_verdict_follows_from_the_figures(lanes, expected):
 
 @pytest.mark.parametrize(("num_workers", "expected"), [(1, "workers"), (0, "unseen")])
 def test_the_verdict_on_a_loop_that_waits_for_what_is_not_seen(num_workers, expected):
-    profiled = measured(Pipeline(num_workers=num_workers), **READING | {"read": []})
+    profiled = measured(PipelineFacts(num_workers=num_workers), **READING | {"read": []})
     assert profiled.bottleneck == expected
     assert profiled.advice
     unseen = "not seen: reading, stacking and padding in the worker processes (num_workers=1)"
@@ -251,11 +251,11 @@ BEFORE_BATCH = "after .batch (or the work of its batch_fn) before .batch"
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Pipeline(), "if this waits for files or a network", "every row"),
-        (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Pipeline(reads_other_rows=True), BEFORE_BATCH, "every row"),
-        (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "every row"),
-        (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
+        (PipelineFacts(), "if this waits for files or a network", "every row"),
+        (PipelineFacts(amplification=4), "every row 4 times", ".mp_prefetch"),
+        (PipelineFacts(reads_other_rows=True), BEFORE_BATCH, "every row"),
+        (PipelineFacts(is_stream=True, amplification=4), ".mp_prefetch", "every row"),
+        (PipelineFacts(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
 )
 def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
@@ -276,7 +276,7 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
 def test_tasks_of_an_executor_are_told_from_their_way(size, workers, work_s, reason, advice):
     tasks = [(f"t{i}", 0, 10, 0, "task") for i in range(size)]
     works = [(f"w{i}", 10 - work_s, 10) for i in range(workers)]
-    pipeline = Pipeline(cpu_buffer_size=size, has_executor=True)
+    pipeline = PipelineFacts(cpu_buffer_size=size, has_executor=True)
     profiled = measured(pipeline, **READING | {"read": tasks, "work": works})
     assert profiled.bottleneck == "executor"
     assert re.search(reason, profiled.found.reason), profiled
@@ -286,14 +286,17 @@ def test_tasks_of_an_executor_are_told_from_their_way(size, workers, work_s, rea
 @pytest.mark.parametrize(
     ("ds", "expected"),
     [
-        (sharded(), Pipeline()),
-        (sharded(cpu_buffer_size=7, num_workers=2), Pipeline(cpu_buffer_size=7, num_workers=2)),
-        (sharded(batches().map(dict)), Pipeline()),  # one host needs all of the rows anyway
-        (sharded(batches().to_iter_dataset().map(dict)), Pipeline(is_stream=True)),
+        (sharded(), PipelineFacts()),
+        (
+            sharded(cpu_buffer_size=7, num_workers=2),
+            PipelineFacts(cpu_buffer_size=7, num_workers=2),
+        ),
+        (sharded(batches().map(dict)), PipelineFacts()),  # one host needs all of the rows anyway
+        (sharded(batches().to_iter_dataset().map(dict)), PipelineFacts(is_stream=True)),
     ],
 )
 def test_what_the_advice_knows_of_a_pipeline(ds, expected):
-    assert Pipeline.of(ds) == expected
+    assert PipelineFacts.of(ds) == expected
 
 
 class TestProfile:
@@ -327,7 +330,7 @@ class TestProfile:
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
-        profiled = Profile(2, 3, 1, 0.005, (*reading, *loop), Pipeline(), 62, 39_450)
+        profiled = Profile(2, 3, 1, 0.005, (*reading, *loop), PipelineFacts(), 62, 39_450)
         assert str(profiled) == repr(profiled)
         lines = str(profiled).splitlines()
         table, reasons, advice = lines[:8], lines[8:11], lines[11]

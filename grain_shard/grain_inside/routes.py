@@ -107,7 +107,7 @@ def below_mixture(
 
 @dataclass(frozen=True)
 class Route:
-    """A plan for evaluating elements of a pipeline: read from a dataset, then apply functions.
+    """The way to evaluate elements of a pipeline: read from a dataset, then apply functions.
 
     `read` reads the elements, and `finish` applies the functions. Both return an element for each
     index, or an `Unreadable` in place of an element that failed. They stop after an `Unreadable`,

@@ -74,8 +74,8 @@ def compare(answers: Answers) -> dict[str, Any]:
     return {"error": _message(problem, lines, " Or ".join(remedies))}
 
 
-def compare_places(answers: Answers) -> dict[str, Any]:
-    """Compares the places at which the hosts save their iterators.
+def compare_positions(answers: Answers) -> dict[str, Any]:
+    """Compares the positions at which the hosts save their iterators.
 
     Args:
         answers: The fields of each host's next batch, by host.
@@ -84,7 +84,7 @@ def compare_places(answers: Answers) -> dict[str, Any]:
         The verdict as JSON: ``{"error": message}`` if a field differs, else ``{}``.
 
     Example:
-        >>> print(compare_places({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
+        >>> print(compare_positions({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
         the hosts are not at the same batch, so a global batch had rows of two batches.
           next batch: 8 on host 0; 7 on host 1
           remedy: call next equally often on every host. To look at a batch on one host alone,

@@ -177,8 +177,8 @@ class AgreedEnd(Producer[T]):
     """Hands out global batches up to the end on which all hosts agree.
 
     Args:
-        placed: This host's batches, on the devices.
-        read: This host's batches in host memory, from which `placed` is made.
+        on_devices: This host's batches, on the devices.
+        read: This host's batches in host memory, from which `on_devices` is made.
         rounds: The rounds in which the hosts vote.
         remainder: The treatment of a host whose stream has ended: "pad", "drop" or "error"; see
             `decide`.
@@ -192,7 +192,7 @@ class AgreedEnd(Producer[T]):
 
     def __init__(
         self,
-        placed: Pool[T],
+        on_devices: Pool[T],
         read: Pool[Any],
         rounds: Rounds,
         *,
@@ -203,7 +203,7 @@ class AgreedEnd(Producer[T]):
         on_wait: Callable[[float], None] | None = None,
     ):
         decider = functools.partial(decide, remainder, same_rows)
-        self._placed, self._read, self._padding = placed, read, padding
+        self._on_devices, self._read, self._padding = on_devices, read, padding
         self._on_wait = on_wait
         self._counter, self._votes = counter(), _Votes(read, rounds, decider, require_voters)
         self._agreed = 0
@@ -217,7 +217,7 @@ class AgreedEnd(Producer[T]):
 
     def start(self) -> None:
         """Starts the threads that make batches and vote."""
-        self._placed.start()
+        self._on_devices.start()
         self._voting.start()
 
     @property
@@ -229,7 +229,7 @@ class AgreedEnd(Producer[T]):
             self._wait_for_verdict()
         known, taken = self._read.known(), self.taken
         if known.results > taken or not isinstance(known.end, StopIteration):
-            batch = next(self._placed)
+            batch = next(self._on_devices)
         else:
             batch = self._padding(taken - known.results)
         self._votes.handed_out += 1
@@ -261,16 +261,18 @@ class AgreedEnd(Producer[T]):
         except StopIteration:
             own = self._read.known()
             if own.end is not None and own.results <= taken:
-                next(self._placed)  # raises its end, which may be an error of a later comparison
+                next(
+                    self._on_devices
+                )  # raises its end, which may be an error of a later comparison
             raise
 
     def stop(self) -> None:
         self._voting.stop()
-        self._placed.stop()
+        self._on_devices.stop()
 
     def close(self) -> None:
         self._voting.stop()
         try:
-            self._placed.close()
+            self._on_devices.close()
         finally:
             self._voting.close()

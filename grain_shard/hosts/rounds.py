@@ -161,7 +161,7 @@ class Rounds(Store):
             kind: The kind of pipeline. An error names it if hosts wait in different rounds.
         """
         self.name, number = self._series.open(self.hosts)
-        opened = {"kind": kind, "dataset made at": self._series.place, "iterator": number}
+        opened = {"kind": kind, "dataset made at": self._series.made_at, "iterator": number}
         Store().put(_OPENED, opened)
         self.folder = f"{_FOLDER}/{self.name}"
 

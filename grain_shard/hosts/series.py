@@ -25,7 +25,7 @@ class Series:
     It has to be made by the call that makes the dataset, because it looks at the call stack.
 
     Attributes:
-        place: The line of the user's program that made the dataset, such as ``train.py:40``.
+        made_at: The line of the user's program that made the dataset, such as ``train.py:40``.
     """
 
     # Counts the datasets that were iterated over so far. The key stands for the hosts of a dataset,
@@ -33,7 +33,7 @@ class Series:
     _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self):
-        self.place: str = _caller()
+        self.made_at: str = _caller()
         self._dataset: int | None = None
         self._iterators = itertools.count()
 
@@ -45,7 +45,7 @@ class Series:
         Args:
             hosts: The hosts that hold rows of the iterator's batches.
         """
-        key = f"{digest(list(hosts))}/{digest(self.place)}"
+        key = f"{digest(list(hosts))}/{digest(self.made_at)}"
         if self._dataset is None:
             self._dataset = self._datasets[key]
             self._datasets[key] += 1

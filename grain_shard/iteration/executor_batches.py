@@ -27,7 +27,7 @@ from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
 from grain_shard.threads.pickling import pickled, unpickled
 from grain_shard.threads.producer import Producer
-from grain_shard.threads.worker_processes import sendable
+from grain_shard.threads.worker_processes import sendable_error
 from grain_shard.trees import Batch
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
@@ -193,7 +193,7 @@ def make_batch(pipeline: _Pipeline, index: int) -> Made:
         leaves, structure = jax.tree.flatten(batch)
     except Exception as error:
         error.add_note(f"grain_shard: in {process}")
-        return error if pipeline.is_here else sendable(error)
+        return error if pipeline.is_here else sendable_error(error)
     worker = f"thread {threading.get_ident()} of {process}"
     if not pipeline.is_here:
         structure = cloudpickle.dumps(structure)

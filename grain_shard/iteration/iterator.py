@@ -26,18 +26,18 @@ from typing import Any, NoReturn
 import grain
 
 from grain_shard.errors import GrainShardError, ShardingError, describe_mesh, reopening
+from grain_shard.hosts.host_group import GroupSettings
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.hosts.together import AcrossHosts
+from grain_shard.iteration.device_batches import PutBatch
 from grain_shard.iteration.host_batches import HostBatches, Position
-from grain_shard.iteration.placing import Placer
-from grain_shard.iteration.run import Parts, Run
+from grain_shard.iteration.run import Run, RunInputs
 from grain_shard.reading.first_record import with_digest, without_digest
 from grain_shard.spans import counted_by
 from grain_shard.state_json import from_storage
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
+from grain_shard.threads.contexts import Contexts
 from grain_shard.threads.pool import log_unclosed
-from grain_shard.threads.world import World
 from grain_shard.trees import Batch
 
 
@@ -50,9 +50,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     Args:
         host: The source of this host's batches.
-        placer: Puts the host's batches on the devices.
+        put_batch: Puts the host's batches on the devices.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        across: The hosts among which the iterator runs; None if the mesh has only one host.
+        group_settings: The hosts among which the iterator runs; None if the mesh has only one host.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:
@@ -70,10 +70,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __init__(
         self,
         host: HostBatches,
-        placer: Placer,
+        put_batch: PutBatch,
         *,
         device_buffer_size: int,
-        across: AcrossHosts | None,
+        group_settings: GroupSettings | None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
@@ -81,13 +81,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._host, self._is_closed = host, False
         self._moves = 0  # number of times that the user has sent the iterator to another position
         self._meter = Meter(mask_key=host.padding.mask_key)
-        self._parts = Parts(host, placer, self._meter, device_buffer_size, across)
+        self._inputs = RunInputs(host, put_batch, self._meter, device_buffer_size, group_settings)
         with counted_by(self._meter):
-            self._world = World()
+            self._contexts = Contexts()
             self._open(None)
 
     def __repr__(self) -> str:
-        axes = describe_mesh(self._parts.placer.mesh_axes)  # "" without a mesh, on a single device
+        axes = describe_mesh(
+            self._inputs.put_batch.mesh_axes
+        )  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
         begun = "under way" if self._run.is_started else "not begun"
         phase = "closed" if self._is_closed else begun
@@ -103,7 +105,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # True if an interrupt came while the run was used or changed. The run is then of no more
         # use: a batch may be missing. The next call closes it and opens another one.
         self._is_broken = True
-        self._run = self._world.run(Run, self._parts, position)
+        self._run = self._contexts.run(Run, self._inputs, position)
         self._position, self._digest = self._run.begins_at, digest
         self._is_broken = False
 
@@ -185,16 +187,16 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Args:
             in_step: True if the second function returns only after all hosts have written.
         """
-        state, feeds, together = self.get_state(), self._host.own_feeds, self._run.together
-        place = self._host.next_batch(self._position)
-        save = together.new_save()
+        state, feeds, group = self.get_state(), self._host.own_feeds, self._run.group
+        fields = self._host.next_batch(self._position)
+        save = group.new_save()
 
         def write(directory: Any) -> None:
             write_state(directory, state, feeds)
             if in_step and not is_shared(state):
-                together.wait_until_written(save)
+                group.wait_until_written(save)
 
-        return lambda: together.compare_places(save, place), write
+        return lambda: group.compare_positions(save, fields), write
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.

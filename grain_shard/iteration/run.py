@@ -10,107 +10,107 @@ from dataclasses import dataclass
 from grain_shard.errors import GrainShardError, Raised, ShardingError
 from grain_shard.hosts.compare import FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.together import AcrossHosts, Together
+from grain_shard.hosts.host_group import GroupSettings, HostGroup
+from grain_shard.iteration.device_batches import DeviceBatch, PutBatch, PutOnDevices
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.long_wait import log_long_wait
-from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.stats.meter import Meter
 from grain_shard.threads.mapped import mapped
 from grain_shard.threads.pool import Pool
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of an iterator that all its runs use.
+class RunInputs:
+    """What an iterator gives to all its runs.
 
     Attributes:
         host: The source of this host's batches.
-        placer: Puts the host's batches on the devices.
+        put_batch: Puts the host's batches on the devices.
         meter: Counts the batches, and measures the waits of the training loop.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        across: The hosts among which the iterator runs; None if the mesh has only one host.
+        group_settings: The hosts among which the iterator runs; None if the mesh has only one host.
     """
 
     host: HostBatches
-    placer: Placer
+    put_batch: PutBatch
     meter: Meter
     device_buffer_size: int
-    across: AcrossHosts | None
+    group_settings: GroupSettings | None
 
 
 class Run:
     """The background work that makes the batches after one position.
 
     Args:
-        parts: The parts of the iterator.
+        inputs: What the iterator gives to all its runs.
         position: The position before the first batch; None for the beginning.
 
     Attributes:
         begins_at: The position before the first batch.
         stage: The global batches on the devices, up to the end that all hosts agree on.
-        together: The connection to the same iterator on other hosts.
+        group: The connection to the same iterator on other hosts.
         is_started: True once the background threads were started.
         end: The error that ``next`` keeps raising, if ``stage`` does not repeat it; None otherwise.
     """
 
-    def __init__(self, parts: Parts, position: Position | None):
-        host, meter = parts.host, parts.meter
+    def __init__(self, inputs: RunInputs, position: Position | None):
+        host, meter = inputs.host, inputs.meter
         opened = host.open(position)
         self.begins_at, self._first_digest = opened.position, opened.first_digest
-        self._parts, self._batches = parts, opened.batches
+        self._inputs, self._batches = inputs, opened.batches
         self.is_started = self._has_compared = False
         self.end: Raised | None = None
         num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
-        self.together: Together = Together(
-            parts.across, num_before, opened.total, lambda: faults().retries
+        self.group: HostGroup = HostGroup(
+            inputs.group_settings, num_before, opened.total, lambda: faults().retries
         )
-        # The threads refer to `place` and `together`, and not to self: a thread that refers to self
+        # The threads refer to `put` and `group`, and not to self: a thread that refers to self
         # would keep the run from being collected.
         # A single host makes no batches of padding, because no other stream ends later.
-        keeps_last = host.ends_by_vote and parts.across is not None
-        together = self.together
+        keeps_last = host.ends_by_vote and inputs.group_settings is not None
+        group = self.group
 
         def waits(waited_s: float) -> None:
             log_long_wait(waited_s)
-            together.waits(waited_s)
+            group.waits(waited_s)
 
-        place = Placing(parts.placer, meter, self.begins_at, keeps_last=keeps_last)
-        self._placed: Pool[Placed] = mapped(
-            place,
+        put = PutOnDevices(inputs.put_batch, meter, self.begins_at, keeps_last=keeps_last)
+        self._on_devices: Pool[DeviceBatch] = mapped(
+            put,
             opened.batches,
-            size=parts.device_buffer_size,
+            size=inputs.device_buffer_size,
             name="grain-shard-device",
             on_wait=waits,
         )
-        self.stage: Pool[Placed] | AgreedEnd[Placed] = self._placed
+        self.stage: Pool[DeviceBatch] | AgreedEnd[DeviceBatch] = self._on_devices
         if host.ends_by_vote:
-            self.stage = self.together.until_agreed_end(
-                self._placed,
+            self.stage = self.group.until_agreed_end(
+                self._on_devices,
                 opened.batches,
                 remainder=host.padding.remainder,
                 same_rows=host.rows == GLOBAL,
-                padding=lambda before: place.padding(host, before),
+                padding=lambda before: put.padding(host, before),
                 on_wait=waits,
             )
         meter.opens(opened.reads, faults)
 
     def start(self) -> None:
         """Starts the background threads; a second call does nothing."""
-        self.together.start(self.stage)
+        self.group.start(self.stage)
         self.stage.start()
         self.is_started = True
 
     def close(self) -> None:
         """Stops the background threads and waits for them. An interrupted call may be repeated."""
-        self.together.close()
+        self.group.close()
         self.stage.close()
 
     @property
     def is_running(self) -> bool:
         """True if a background thread has not ended, for example inside the user's code."""
-        return self._batches.is_running or self._placed.is_running
+        return self._batches.is_running or self._on_devices.is_running
 
-    def next(self, position: Position, digest: str) -> Placed:
+    def next(self, position: Position, digest: str) -> DeviceBatch:
         """Waits for the next batch and returns it.
 
         If an error or the end comes in its place, this tells the other hosts. At the first batch,
@@ -126,28 +126,28 @@ class Run:
         """
         if self.end is not None:
             self.end.throw()
-        parts, together = self._parts, self.together
-        together.asks()
-        with parts.meter:
+        inputs, group = self._inputs, self.group
+        group.asks()
+        with inputs.meter:
             try:
-                placed = next(self.stage)
+                batch = next(self.stage)
             except StopIteration:
-                placed = None
+                batch = None
             except ShardingError as error:
-                together.failed(error)
-                # The stages before placement do not know the mesh, so the error gets it here.
-                raise error.with_mesh(parts.placer.mesh_axes)  # noqa: B904 (the same error)
+                group.failed(error)
+                # The stages before the devices do not know the mesh, so the error gets it here.
+                raise error.with_mesh(inputs.put_batch.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
-                together.failed(error)
+                group.failed(error)
                 raise
-            if placed is None:
+            if batch is None:
                 # `ended` may raise the failure of another host. Outside the except block Python
                 # does not chain that failure to this host's StopIteration.
-                together.ended(parts.host.next_batch(position))
+                group.ended(inputs.host.next_batch(position))
                 raise StopIteration
         if not self._has_compared:
             self._compare(position, digest)
-        return placed
+        return batch
 
     def _compare(self, position: Position, digest: str) -> None:
         """Compares the pipeline with the pipelines of other hosts and with the restored state.
@@ -156,7 +156,7 @@ class Run:
             AgreementError: A field differs between hosts, or another host has failed.
             StateError: The source has another first record than the restored state.
         """
-        host, placer = self._parts.host, self._parts.placer
+        host, put_batch = self._inputs.host, self._inputs.put_batch
         record = host.first_record
         try:
             self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
@@ -165,11 +165,11 @@ class Run:
             if error is not end and not isinstance(end, StopIteration):
                 raise
         record.run()  # if no thread has read it, because no other batch is made
-        fields = {**host.next_batch(position), **placer.describe()}
+        fields = {**host.next_batch(position), **put_batch.describe()}
         fields |= {NOW: record.digest, SAVED: digest}
         if first_digest := self._first_digest():
             fields[FIRST_BATCH] = first_digest
-        record.digest = self.together.compare(fields, placer.digest)
+        record.digest = self.group.compare(fields, put_batch.digest)
         self._has_compared = True
 
     def raises_again(self, error: BaseException) -> bool:
@@ -181,15 +181,15 @@ class Run:
         Args:
             error: The error that ended a call of `start` or `next`.
         """
-        ends = self._batches.known().end, self._placed.known().end
+        ends = self._batches.known().end, self._on_devices.known().end
         if isinstance(error, StopIteration) or any(error is end for end in ends):
             return True
         if isinstance(error, GrainShardError):
             self.end = self.end or Raised(error, error.__traceback__)
-        elif (failure := self.together.interruption(error)) is not None:
+        elif (failure := self.group.interruption(error)) is not None:
             # Before the other hosts are told, because a second interrupt may cut that short.
             self.end = Raised(failure, None)
-            self.together.failed(error)
+            self.group.failed(error)
         else:
             return False
         return True
@@ -200,5 +200,5 @@ class Run:
         The garbage collector may call this at any point of any thread, which must not wait.
         """
         self.stage.stop()
-        self._placed.log_close_error()
-        self.together.close()
+        self._on_devices.log_close_error()
+        self.group.close()

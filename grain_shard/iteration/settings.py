@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.reading.faults import FaultRules
-from grain_shard.reading.iterable import Rows
+from grain_shard.reading.from_iterable import Rows
 from grain_shard.sharding.sharding_tree import ShardingTree
 
 

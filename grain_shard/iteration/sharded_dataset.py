@@ -9,8 +9,8 @@ import grain
 
 from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
 from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.host_group import GroupSettings
 from grain_shard.hosts.series import Series
-from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
@@ -157,9 +157,9 @@ class ShardedDataset(grain.IterDataset):
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the keyword arguments of `ShardedIterator` for batches of this host."""
         return {
-            "placer": self._assembler(),
+            "put_batch": self._assembler(),
             "device_buffer_size": self.settings.device_buffer_size,
-            "across": self._across_hosts(host),
+            "group_settings": self._group_settings(host),
             "dataset": self,
         }
 
@@ -259,7 +259,7 @@ class ShardedDataset(grain.IterDataset):
             to_devices=self.to_devices,
         )
 
-    def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:
+    def _group_settings(self, host: HostBatches) -> GroupSettings | None:
         if self.layout.num_hosts == 1:
             return None
         settings = self.settings
@@ -271,7 +271,7 @@ class ShardedDataset(grain.IterDataset):
             **host.padding.described(),
             **self.shardings.describe(),
         }
-        return AcrossHosts(
+        return GroupSettings(
             kind=host.kind,
             hosts=list(settings.shardings.layouts()),
             series=self._series,

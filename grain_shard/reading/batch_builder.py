@@ -204,16 +204,16 @@ class BatchBuilder:
                 with_arrays(self.template.records[record])
             except Exception as another:
                 found = error if bad.among == 1 else another
-                found.add_note(self._place(record, 1))
+                found.add_note(self._where(record, 1))
                 return found
-        place, advice = self._place(records[0], len(records)), self.faults.advice(error)
+        where, advice = self._where(records[0], len(records)), self.faults.advice(error)
         error.add_note(
-            f"{place}. The read failed. Another read, made for this message, succeeded. If the"
+            f"{where}. The read failed. Another read, made for this message, succeeded. If the"
             f" source is not safe for several threads, hold a lock around its reads. {advice}"
         )
         return error
 
-    def _place(self, record: int, among: int) -> str:
+    def _where(self, record: int, among: int) -> str:
         return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self.index}"
 
     def _name(self, record: int, among: int) -> str:

@@ -69,7 +69,7 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         self._batch_size = max(1, batching.records_per_batch)
         self._template: RowTemplate | None = None  # of the batches that were begun
         # The records of the last begun batch that no task has yet; None if there are none.
-        self._rest: _Part | None = None
+        self._rest: _Range | None = None
         self._error: Raised | None = None  # the error of the next batch, which cannot begin
 
     def draw(self, limit: int) -> Task[tuple[Batch, Progress]] | None:
@@ -79,8 +79,8 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         most = self._records_at_a_time()
         if self._rest is None and self._error is None and limit - self._begun < self._room(most):
             return None
-        if parts := self._take(most, limit):
-            return _Read(parts, self._reads_many)
+        if ranges := self._take(most, limit):
+            return _BatchTask(ranges, self._reads_many)
         return End(self._begun, self._error or _END) if limit > self._begun else None
 
     def _room(self, most: int) -> int:
@@ -107,14 +107,14 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         # for a fast first batch: one batch, then twice as many batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
-            part = -(-self._batch_size * self._buffer_size // threads)
+            share = -(-self._batch_size * self._buffer_size // threads)
         else:
-            part = self._batch_size * min(self._buffer_size // threads, self._begun + 1)
-        return max(1, min(part, _RECORDS_PER_CALL))
+            share = self._batch_size * min(self._buffer_size // threads, self._begun + 1)
+        return max(1, min(share, _RECORDS_PER_CALL))
 
-    def _take(self, most: int, limit: int) -> list[_Part]:
+    def _take(self, most: int, limit: int) -> list[_Range]:
         """Takes the next records, at most `most`, of batches with a number below `limit`."""
-        parts, last = list[_Part](), min(limit, self._num_batches)
+        ranges, last = list[_Range](), min(limit, self._num_batches)
         while most > 0 and self._error is None:
             if self._rest is None:
                 if self._begun >= last:
@@ -125,21 +125,21 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
                     self._error = Raised.of(error)
                     break
                 self._begun, self._template = self._begun + 1, builder.template
-                self._rest = _Part(self._begun - 1, builder, 0, builder.size)
+                self._rest = _Range(self._begun - 1, builder, 0, builder.size)
             if self._rest.number >= limit:  # an earlier batch has failed
                 break
             number, builder, start, stop = self._rest
             middle = min(start + most, stop)
-            parts.append(_Part(number, builder, start, middle))
-            self._rest = _Part(number, builder, middle, stop) if middle < stop else None
+            ranges.append(_Range(number, builder, start, middle))
+            self._rest = _Range(number, builder, middle, stop) if middle < stop else None
             most -= middle - start
-        return parts
+        return ranges
 
     def stop(self) -> None:
         self._faults.stop()
 
 
-class _Part(NamedTuple):
+class _Range(NamedTuple):
     """A range of the records of one batch.
 
     Attributes:
@@ -155,37 +155,37 @@ class _Part(NamedTuple):
     stop: int
 
 
-class _Read:
+class _BatchTask:
     """Reads ranges of records, and finishes the batches that they complete.
 
     Args:
-        parts: The ranges.
+        ranges: The ranges.
         reads_many: True if the source reads many records in one call.
     """
 
-    def __init__(self, parts: list[_Part], reads_many: bool):
-        self._parts, self._reads_many = parts, reads_many
-        self.size = sum(part.stop - part.start for part in parts)
+    def __init__(self, ranges: list[_Range], reads_many: bool):
+        self._ranges, self._reads_many = ranges, reads_many
+        self.size = sum(range_.stop - range_.start for range_ in ranges)
 
     def run(self) -> Iterator[tuple[int, tuple[Batch, Progress] | Raised]]:
-        parts, self._parts = self._parts, []
-        for part, elements in zip(parts, self._read(parts), strict=True):
+        ranges, self._ranges = self._ranges, []
+        for range_, elements in zip(ranges, self._read(ranges), strict=True):
             try:
-                if part.builder.write(elements, part.start, part.stop):
-                    yield part.number, (part.builder.finish(), part.builder.position)
+                if range_.builder.write(elements, range_.start, range_.stop):
+                    yield range_.number, (range_.builder.finish(), range_.builder.position)
             except BaseException as error:
-                yield part.number, Raised.of(error)
+                yield range_.number, Raised.of(error)
 
-    def _read(self, parts: list[_Part]) -> list[Elements | None]:
-        """Returns the elements of each part, read in one call if the source can, or None."""
-        if len(parts) > 1 and self._reads_many:
-            # If the call for all parts fails, each part is read alone later. So only the batch with
-            # the bad record gets the error.
+    def _read(self, ranges: list[_Range]) -> list[Elements | None]:
+        """Returns the elements of each range, read in one call if the source can, or None."""
+        if len(ranges) > 1 and self._reads_many:
+            # If the call for all ranges fails, each range is read alone later. So only the batch
+            # with the bad record gets the error.
             with contextlib.suppress(BaseException), span(READ):
-                ways = [part.builder.way(part.start, part.stop) for part in parts]
-                read = read_together(ways, parts[0].builder.faults)
+                ways = [range_.builder.way(range_.start, range_.stop) for range_ in ranges]
+                read = read_together(ways, ranges[0].builder.faults)
                 return [elements or None for elements in read]
-        return [None] * len(parts)
+        return [None] * len(ranges)
 
 
 _END = Raised(StopIteration(), None)

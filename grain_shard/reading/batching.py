@@ -1,6 +1,6 @@
 """`Batching`: describes the host batches of a random-access pipeline, and reads them.
 
-A `Batching` says which records are in each batch. As every `Plan`, it also says which rows of a
+A `Batching` says which records are in each batch. As every `HostRows`, it also says which rows of a
 batch this host keeps, and how batches are padded.
 """
 
@@ -21,8 +21,8 @@ from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
+from grain_shard.reading.host_rows import CheckSize, HostRows
 from grain_shard.reading.padding import SHORT_REMEDY, Padding
-from grain_shard.reading.plan import CheckSize, Plan
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch
 
@@ -30,7 +30,7 @@ B = TypeVar("B", bound="Batching")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching(Plan):
+class Batching(HostRows):
     """The batches of a random-access pipeline: their records, the rows to keep, and their padding.
 
     Attributes:

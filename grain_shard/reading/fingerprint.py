@@ -24,7 +24,7 @@ from grain_shard.digest import digest
 from grain_shard.errors import StateError, shortened
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Progress
-from grain_shard.reading.transforms import Transforms
+from grain_shard.reading.transformation_digest import TransformationDigest
 from grain_shard.sources.mix import MixedByRecord
 from grain_shard.state_json import UNCHANGED
 
@@ -78,7 +78,11 @@ def records_fingerprint(
     size = {"records": _number_of(records)}
     if mixture is not None:
         size = {WEIGHTS: mixture.schedule.weights}
-    return {**size, **pipeline_digests(records, after), TRANSFORMS: Transforms.of(described[::-1])}
+    return {
+        **size,
+        **pipeline_digests(records, after),
+        TRANSFORMS: TransformationDigest.of(described[::-1]),
+    }
 
 
 def _number_of(records: grain.MapDataset) -> int | str:
@@ -101,7 +105,7 @@ def _mixture_in_order(
     return records if isinstance(records, MixedByRecord) else None
 
 
-def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fingerprint:
+def fingerprint_at(fingerprint: Mapping[str, Any], position: Progress | None) -> Fingerprint:
     """Returns the fingerprint of a pipeline for a state at some position.
 
     It has only those weights of a mixture that are in use before the position. So later weights may
@@ -110,14 +114,14 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
     Args:
         fingerprint: The fingerprint of the pipeline. A fingerprint from a state is returned
             unchanged, because it has a digest in place of the weights.
-        place: The position of the state. None, or a position after the first epoch, includes all
+        position: The position of the state. None, or a position after the first epoch, includes all
             weights.
     """
     weights = fingerprint.get(WEIGHTS)
     if not isinstance(weights, list):
         return dict(fingerprint)
-    end = sys.maxsize if place is None or place.epoch else place.record
-    used = [parts for parts in weights if parts[0] < end]
+    end = sys.maxsize if position is None or position.epoch else position.record
+    used = [pair for pair in weights if pair[0] < end]
     return {**fingerprint, WEIGHTS: digest(used)}
 
 
@@ -158,7 +162,9 @@ def pipeline_digests(
     return {
         "source": digest([_source(node) for node in nodes.sources(ds)]),
         SEEDS: digest([nodes.seeds(n) for n in walked])[:_OF_SEEDS],
-        TRANSFORMS: Transforms.of([(_text(n), nodes.parameters(n)) for n in walked[::-1]]),
+        TRANSFORMS: TransformationDigest.of(
+            [(_text(n), nodes.parameters(n)) for n in walked[::-1]]
+        ),
     }
 
 
@@ -229,7 +235,7 @@ def check_fingerprint(
 
 def _change(now: Any, saved: Any) -> str:
     """Returns a sentence about the transformation that changed, or "" if it cannot be found."""
-    known = isinstance(now, Transforms) and isinstance(saved, str)
+    known = isinstance(now, TransformationDigest) and isinstance(saved, str)
     return now.change_since(saved) if known else ""
 
 

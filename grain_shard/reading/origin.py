@@ -18,7 +18,7 @@ BEFORE_BATCH = "the dataset before .batch"
 
 
 class Origin(NamedTuple):
-    """The place of a record in a source.
+    """The location of a record in a source.
 
     Attributes:
         record: Index of the record in the source.
@@ -44,11 +44,11 @@ class Origin(NamedTuple):
             found = source_of(records, record)
             if found is not None:
                 source, index = found
-                return cls(index, type(source).__name__, *_place(source, index))
+                return cls(index, type(source).__name__, *_location(source, index))
         return None
 
 
-def _place(source: Any, index: int) -> tuple[str | None, int | None]:
+def _location(source: Any, index: int) -> tuple[str | None, int | None]:
     """Returns the file of a record and the position in it; (None, None) if they are unknown.
 
     The source gives them by a method ``where``, like `ArrayRecordSource.where`.
@@ -77,7 +77,7 @@ def record_name(record: int, where: str, origin: Origin | None) -> str:
     Args:
         record: Index of the record in a dataset.
         where: Name of that dataset.
-        origin: The record's place in the source; None if unknown.
+        origin: The record's location in the source; None if unknown.
 
     Example:
         >>> record_name(441, "feed 2", Origin(17, "Files", "train-1", 3))

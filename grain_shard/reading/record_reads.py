@@ -21,7 +21,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Route, route
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import name_in
-from grain_shard.threads.world import World
+from grain_shard.threads.contexts import Contexts
 
 # The indices of this many records are computed together, because a shuffle of one index takes about
 # as long as a shuffle of 256 indices: 0.14 ms.
@@ -75,7 +75,7 @@ def record_stream(
     options = bounded(options, threads=threads, records=ahead)
     # Which turn of a feed a bad record counts for is known only if the feed's own thread reads it.
     if nodes.has_threads(options) and not faults.masks:
-        return RecordReads(records, faults, feed, World()).to_iter_dataset(options)
+        return RecordReads(records, faults, feed, Contexts()).to_iter_dataset(options)
     reads = RecordReads(records, faults, feed, None)
     return RecordStream(reads, ahead if reads.reads_many else _BLOCK)
 
@@ -89,18 +89,18 @@ class RecordReads(grain.MapDataset):
         records: The records.
         faults: The rules for failed reads.
         feed: Number of the feed; None in a stream that is no feed.
-        world: The contexts in which the records are read, if threads of Grain's read them; None if
-            the calling thread is in these contexts.
+        contexts: The contexts in which the records are read, if threads of Grain's read them; None
+            if the calling thread is in these contexts.
 
     Attributes:
         reads_many: True if one call of the source for many records costs less than many calls.
     """
 
     def __init__(
-        self, records: grain.MapDataset, faults: Faults, feed: int | None, world: World | None
+        self, records: grain.MapDataset, faults: Faults, feed: int | None, contexts: Contexts | None
     ):
         super().__init__(records)
-        self._records, self._faults, self._feed, self._world = records, faults, feed, world
+        self._records, self._faults, self._feed, self._contexts = records, faults, feed, contexts
         # The routes of the last few blocks of `_BLOCK` records, by the first record of each.
         self._block = functools.lru_cache(4)(functools.partial(_block, records))
         self.reads_many: bool = route(records, np.arange(0)).reads_many
@@ -109,7 +109,9 @@ class RecordReads(grain.MapDataset):
         return len(self._records)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._read(index) if self._world is None else self._world.run(self._read, index)
+        return (
+            self._read(index) if self._contexts is None else self._contexts.run(self._read, index)
+        )
 
     def _read(self, index: int) -> Any:
         return next(self.elements(index, 1))

@@ -42,17 +42,17 @@ class RowMapDataset(grain.MapDataset):
 
     Args:
         parent: The dataset to which the stage was applied.
-        plan: Describes the batches, and reads them.
+        host_rows: Describes the batches, and reads them.
         made_by: The stage that made this dataset, for ``str``.
     """
 
-    def __init__(self, parent: grain.MapDataset, plan: Batching, made_by: Any = None):
+    def __init__(self, parent: grain.MapDataset, host_rows: Batching, made_by: Any = None):
         super().__init__(parent)
-        self.plan: Batching = plan
+        self.host_rows: Batching = host_rows
         self._made_by = made_by
 
     def __len__(self) -> int:
-        return self.plan.num_batches()
+        return self.host_rows.num_batches()
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -65,12 +65,12 @@ class RowMapDataset(grain.MapDataset):
             return self.slice(index)
         if index < 0:
             index += len(self)  # negative indices count from the end, as in a list
-        return self.plan.read_batch(index, Faults(FAIL_AT_ONCE))
+        return self.host_rows.read_batch(index, Faults(FAIL_AT_ONCE))
 
     @property
     def makes_batches(self) -> bool:
         """True if this dataset batches records; False if its parent has batches already."""
-        return self.plan.reads_rows_alone
+        return self.host_rows.reads_rows_alone
 
     def whole(self) -> RowMapDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
@@ -78,7 +78,7 @@ class RowMapDataset(grain.MapDataset):
         If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
         then read together, even if only some of them are needed.
         """
-        if self.plan.layout is None:
+        if self.host_rows.layout is None:
             return self
         return RowMapDataset(self, batching_of(self))
 
@@ -94,7 +94,7 @@ class RowMapDataset(grain.MapDataset):
             ShardingError: Batch sizes change and `reseed_each_epoch` is False, or `num_epochs` is
                 not a positive integer.
         """
-        batching = self.plan
+        batching = self.host_rows
         if not batching.counts_records or not (reseed_each_epoch or batching.has_several_sizes):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
         if not reseed_each_epoch:
@@ -107,11 +107,11 @@ class RowMapDataset(grain.MapDataset):
             require_int("num_epochs", num_epochs, 1)
         return self.after(batching.repeated(num_epochs or sys.maxsize))
 
-    def after(self, plan: Batching, made_by: Any = None) -> RowMapDataset:
-        """Returns the dataset with another plan of the same batches, as after a stage.
+    def after(self, host_rows: Batching, made_by: Any = None) -> RowMapDataset:
+        """Returns the dataset with other host rows of the same batches, as after a stage.
 
         Args:
-            plan: The plan.
+            host_rows: The padding, and the rows that this host keeps.
             made_by: The stage.
         """
-        return RowMapDataset(self, plan, made_by or self._made_by)
+        return RowMapDataset(self, host_rows, made_by or self._made_by)

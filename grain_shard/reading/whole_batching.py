@@ -30,7 +30,7 @@ class WholeBatching(Batching):
         batches: The dataset of whole batches.
     """
 
-    batches: Wholes
+    batches: WholeBatches
 
     @classmethod
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
@@ -40,7 +40,7 @@ class WholeBatching(Batching):
             ds: The dataset of batches.
             made_of: The batching of the records of which the batches are made; None if unknown.
         """
-        batches = Wholes(ds, made_of)
+        batches = WholeBatches(ds, made_of)
         if made_of is None:
             return cls(cuts=Cuts(len(ds), {0: 1}), batches=batches)
         return cls(cuts=made_of.cuts, num_epochs=made_of.num_epochs, batches=batches)
@@ -68,7 +68,7 @@ class WholeBatching(Batching):
         return [_WholeBatch(self, index, faults) for index in indices]
 
 
-class Wholes:
+class WholeBatches:
     """A dataset of whole batches, and the number of rows of a full batch once it is known.
 
     Args:

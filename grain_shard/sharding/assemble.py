@@ -116,7 +116,7 @@ class Assembler:
         leaves = self._leaves_by_rows.get(rows, self._leaves)
         if structure != self._structure or not all(map(_Leaf.fits, leaves, arrays)):
             self._refuse(batch, leaves)
-        return structure.unflatten([*map(self._place, leaves, arrays)])
+        return structure.unflatten([*map(self._put, leaves, arrays)])
 
     def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
         """Returns the global batch of a host batch, with a `jax.ShapeDtypeStruct` per `jax.Array`.
@@ -145,7 +145,7 @@ class Assembler:
 
         return structure.unflatten(map(on_devices, on_host, self._leaves, shardings))
 
-    def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
+    def _put(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
         if leaf.sharding is None:
             return rows
         layout, global_shape, shard = self._layout, leaf.global_shape, rows.__getitem__

@@ -52,7 +52,7 @@ _MAY_HEAL = re.compile(
 )
 
 
-class RecordPlace(NamedTuple):
+class RecordLocation(NamedTuple):
     """The file and position of a record.
 
     Attributes:
@@ -122,10 +122,10 @@ class ArrayRecordSource:
             raise ValueError("paths is empty: there is nothing to read")
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
-        self._parts = list(itertools.chain(*_in_threads(_parts_of, given)))
+        self._ranges = list(itertools.chain(*_in_threads(_ranges_of, given)))
         ranges = sorted(
             (os.path.normpath(path), start, math.inf if stop is None else stop, path)
-            for path, start, stop in self._parts
+            for path, start, stop in self._ranges
         )
         for (file, _, stop, _), (next_file, start, _, path) in itertools.pairwise(ranges):
             if file == next_file and start < stop:
@@ -135,25 +135,25 @@ class ArrayRecordSource:
                     " or a range) that name the records. To give records a larger weight, use"
                     " grain_shard.mix."
                 )
-        counts = _in_threads(self._count, self._parts)
+        counts = _in_threads(self._count, self._ranges)
         self._ends = list(itertools.accumulate(counts))
-        # A record's position in its file is its index in the source plus the shift of its part. The
-        # first record of a part has the index `end - count` and the position `part.start`.
-        ends = zip(self._parts, self._ends, counts, strict=True)
-        self._shifts = [part.start - (end - count) for part, end, count in ends]
+        # A record's position in its file is its index in the source plus the shift of its range.
+        # The first record of a range has the index `end - count` and the position `range_.start`.
+        ends = zip(self._ranges, self._ends, counts, strict=True)
+        self._shifts = [range_.start - (end - count) for range_, end, count in ends]
 
     @property
     def paths(self) -> list[str]:
         """Absolute paths, in the order of the records. A file with two ranges is listed twice."""
-        return [part.path for part in self._parts]
+        return [range_.path for range_ in self._ranges]
 
-    def where(self, index: SupportsIndex) -> RecordPlace:
+    def where(self, index: SupportsIndex) -> RecordLocation:
         """Returns the file of a record, and the record's position in it.
 
         Example:
             >>> source = ArrayRecordSource(["/data/train-0[10:20]", "/data/train-1[0:5]"])
             >>> source.where(12)
-            RecordPlace(path='/data/train-1', position=2)
+            RecordLocation(path='/data/train-1', position=2)
 
         Raises:
             IndexError: There is no such record.
@@ -161,8 +161,8 @@ class ArrayRecordSource:
         record = operator.index(index)
         if not 0 <= record < len(self):
             raise IndexError(f"there is no record {record}: the source has {len(self)} records")
-        part = bisect.bisect_right(self._ends, record)
-        return RecordPlace(self._parts[part].path, record + self._shifts[part])
+        number = bisect.bisect_right(self._ends, record)
+        return RecordLocation(self._ranges[number].path, record + self._shifts[number])
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -175,20 +175,20 @@ class ArrayRecordSource:
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
             self.where(index)  # the index is out of range, so this raises the IndexError
-        parts = np.searchsorted(self._ends, wanted, side="right")
-        by_part = np.argsort(parts, kind="stable")
-        borders = np.flatnonzero(np.diff(parts[by_part])) + 1
-        of_files = np.split(by_part, borders) if len(wanted) else []
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        by_range = np.argsort(numbers, kind="stable")
+        borders = np.flatnonzero(np.diff(numbers[by_range])) + 1
+        of_files = np.split(by_range, borders) if len(wanted) else []
         files, positions = [], []
-        for places in of_files:
-            part = parts[places[0]]
-            files.append(self._parts[part].path)
-            positions.append((wanted[places] + self._shifts[part]).tolist())
+        for slots in of_files:
+            number = numbers[slots[0]]
+            files.append(self._ranges[number].path)
+            positions.append((wanted[slots] + self._shifts[number]).tolist())
         records = [b""] * len(indices)
         of_files_found = _in_threads(self._read, files, positions)
-        for places, found in zip(of_files, of_files_found, strict=True):
-            for place, record in zip(places.tolist(), found, strict=True):
-                records[place] = record
+        for slots, found in zip(of_files, of_files_found, strict=True):
+            for slot, record in zip(slots.tolist(), found, strict=True):
+                records[slot] = record
         return records
 
     def _read(self, path: str, positions: list[int]) -> Sequence[bytes]:
@@ -220,15 +220,15 @@ class ArrayRecordSource:
         # Open readers are not pickled: another process opens the files itself.
         return {name: value for name, value in vars(self).items() if name != "_reader"}
 
-    def _count(self, part: _Part) -> int:
-        stop = self._reader(part.path).num_records() if part.stop is None else part.stop
-        return stop - part.start
+    def _count(self, range_: _FileRange) -> int:
+        stop = self._reader(range_.path).num_records() if range_.stop is None else range_.stop
+        return stop - range_.start
 
     def __repr__(self) -> str:
-        return f"ArrayRecordSource({len(self._parts)} files, {len(self)} records)"
+        return f"ArrayRecordSource({len(self._ranges)} files, {len(self)} records)"
 
 
-class _Part(NamedTuple):
+class _FileRange(NamedTuple):
     """Records of one file, from `start` up to `stop`; up to the last record if `stop` is None."""
 
     path: str
@@ -236,7 +236,7 @@ class _Part(NamedTuple):
     stop: int | None
 
 
-def _parts_of(given: PathOrInstruction) -> list[_Part]:
+def _ranges_of(given: PathOrInstruction) -> list[_FileRange]:
     start, stop = 0, None
     if isinstance(given, FileInstruction):
         files, start, stop = [os.fspath(given.filename)], given.skip, given.skip + given.take
@@ -261,7 +261,7 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
             )
     # Files are also opened later, and in other processes, where the current folder may be another.
     absolute = [file if file.startswith(BUCKET) else str(Path(file).absolute()) for file in files]
-    return [_Part(file, start, stop) for file in absolute]
+    return [_FileRange(file, start, stop) for file in absolute]
 
 
 def _opened(options: str, path: str) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.grain_inside.source_reads import takes_array
-from grain_shard.sources.array_files import sendable
+from grain_shard.sources.memory_maps_and_hdf5 import to_pickle
 from grain_shard.trees import check_leaf, flatten
 
 
@@ -89,12 +89,12 @@ class ArraySource:
         # Rows of zarr and h5py are read here and not later, when the batch is made, because a read
         # may fail, and only reads in this method are tried again. HDF5 takes only ascending
         # indices.
-        wanted, places = np.unique(wanted, return_inverse=True)
+        wanted, positions = np.unique(wanted, return_inverse=True)
         arrays = [np.asarray(array[wanted]) for array in self._arrays]
-        return ArrayRows.of(Columns(arrays, self._structure), places)
+        return ArrayRows.of(Columns(arrays, self._structure), positions)
 
     def __reduce__(self) -> Any:
-        sent = map(sendable, self._paths, self._arrays)
+        sent = map(to_pickle, self._paths, self._arrays)
         return _opened, (self._structure.unflatten(sent),)
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ def _opened(sent: Any) -> ArraySource:
     """Returns an `ArraySource` in another process.
 
     Args:
-        sent: The tree of arrays, with the result of `sendable` in place of each.
+        sent: The tree of arrays, with the result of `to_pickle` in place of each.
     """
     return ArraySource(
         jax.tree.map(lambda leaf: leaf() if isinstance(leaf, functools.partial) else leaf, sent)

@@ -82,8 +82,8 @@ class SplitPart(ElementsOfParents):
 
     Args:
         records: The dataset that was split.
-        start: First place of the part in the random order of the records.
-        stop: Place after the last one.
+        start: First position of the part in the random order of the records.
+        stop: Position after the last one.
         seed: The seed of the order.
     """
 
@@ -99,18 +99,18 @@ class SplitPart(ElementsOfParents):
         return f"<{self}>"
 
     def __str__(self) -> str:
-        places = f"{self._start}:{self._stop} of {self._num_records}"
-        return f"split({places}, seed={self._split_seed})"
+        positions = f"{self._start}:{self._stop} of {self._num_records}"
+        return f"split({positions}, seed={self._split_seed})"
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        place = self._start + index % len(self)
-        return self.parents[0][permuted_index(place, self._num_records, self._split_seed)]
+        position = self._start + index % len(self)
+        return self.parents[0][permuted_index(position, self._num_records, self._split_seed)]
 
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        places = self._start + indices % len(self)
-        return np.zeros_like(places), permuted(places, self._num_records, self._split_seed)
+        positions = self._start + indices % len(self)
+        return np.zeros_like(positions), permuted(positions, self._num_records, self._split_seed)
 
 
 def warn_of_reshuffled_slice(

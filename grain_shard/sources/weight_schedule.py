@@ -26,7 +26,7 @@ from grain_shard.errors import ShardingError, require_steps
 # sum is about this number.
 _MAX_PERIOD = 2**16
 
-Parts = tuple[int, ...]  # the weights of one stage as integers, in lowest terms
+Weights = tuple[int, ...]  # the weights of one section as integers, in lowest terms
 
 
 class WeightSchedule:
@@ -54,21 +54,21 @@ class WeightSchedule:
             "pass a dict such as {0: [3, 1], 100_000: [1, 1]}: weights 3 and 1 from record 0 on,"
             " equal weights from record 100,000 on.",
         )
-        self._starts, self._stages = list(weights), list[_Stage]()
+        self._starts, self._sections = list(weights), list[_Section]()
         offsets = (0,) * num_components
         for start in self._starts:
-            if self._stages:
-                offsets = self._stages[-1].records_before(start)
-            parts = _parts(start, weights[start], num_components)
-            self._stages.append(_Stage(start, parts, offsets))
+            if self._sections:
+                offsets = self._sections[-1].records_before(start)
+            lowest = _in_lowest_terms(start, weights[start], num_components)
+            self._sections.append(_Section(start, lowest, offsets))
 
     def __str__(self) -> str:
-        return str({start: list(parts) for start, parts in self.weights})
+        return str({start: list(weights) for start, weights in self.weights})
 
     @property
-    def weights(self) -> list[tuple[int, Parts]]:
+    def weights(self) -> list[tuple[int, Weights]]:
         """Pairs of a record and the weights from it on, as integers in lowest terms."""
-        return [(stage.start, stage.parts) for stage in self._stages]
+        return [(section.start, section.weights) for section in self._sections]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the component of each record, and the index of the record in that component.
@@ -80,10 +80,10 @@ class WeightSchedule:
             int64[n], the number of the component; and int64[n], the index in the component.
         """
         components, records = np.empty_like(indices), np.empty_like(indices)
-        stages = np.searchsorted(self._starts, indices, side="right") - 1
-        for stage in np.unique(stages):
-            here = stages == stage
-            components[here], records[here] = self._stages[stage].locate(indices[here])
+        sections = np.searchsorted(self._starts, indices, side="right") - 1
+        for section in np.unique(sections):
+            here = sections == section
+            components[here], records[here] = self._sections[section].locate(indices[here])
         return components, records
 
     def length(self, lengths: Sequence[int]) -> int:
@@ -95,24 +95,24 @@ class WeightSchedule:
 
         def is_lacking(index: int) -> bool:
             """Returns whether a component has too few records for the mixture up to an index."""
-            stage = self._stages[np.searchsorted(self._starts, index, side="right") - 1]
-            return any(map(operator.gt, stage.records_before(index + 1), lengths))
+            section = self._sections[np.searchsorted(self._starts, index, side="right") - 1]
+            return any(map(operator.gt, section.records_before(index + 1), lengths))
 
         return bisect.bisect_left(range(sys.maxsize), True, key=is_lacking)
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Section:
     """A part of the mixture in which the weights stay the same.
 
     Attributes:
         start: Index in the mixture of the first record of this part.
-        parts: The weight of each component, as integers in lowest terms.
+        weights: The weight of each component, as integers in lowest terms.
         offsets: Number of records of each component before this part.
     """
 
     start: int
-    parts: Parts
+    weights: Weights
     offsets: tuple[int, ...]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -124,23 +124,23 @@ class _Stage:
         Returns:
             int64[n], the number of the component; and int64[n], the index in the component.
         """
-        pattern, ranks = _pattern(self.parts)
-        rounds, places = divmod(indices - self.start, len(pattern))
-        components = pattern[places]
-        records = np.take(self.offsets, components) + rounds * np.take(self.parts, components)
-        return components, records + ranks[places]
+        pattern, ranks = _pattern(self.weights)
+        rounds, positions = divmod(indices - self.start, len(pattern))
+        components = pattern[positions]
+        records = np.take(self.offsets, components) + rounds * np.take(self.weights, components)
+        return components, records + ranks[positions]
 
     def records_before(self, index: int) -> tuple[int, ...]:
         """Returns how many records of each component come before an index of the mixture."""
-        pattern, _ = _pattern(self.parts)
-        rounds, place = divmod(index - self.start, len(pattern))
-        rest = np.bincount(pattern[:place], minlength=len(self.parts)).tolist()
-        counts = zip(self.offsets, self.parts, rest, strict=True)
-        return tuple(offset + rounds * part + more for offset, part, more in counts)
+        pattern, _ = _pattern(self.weights)
+        rounds, position = divmod(index - self.start, len(pattern))
+        rest = np.bincount(pattern[:position], minlength=len(self.weights)).tolist()
+        counts = zip(self.offsets, self.weights, rest, strict=True)
+        return tuple(offset + rounds * weight + more for offset, weight, more in counts)
 
 
 @functools.lru_cache(maxsize=64)
-def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+def _pattern(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
     """Returns the repeating order in which components of given weights take turns.
 
     At any time, each component is less than one record away from its share. This is the "chairman
@@ -154,27 +154,27 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
         int64[period], the component of each turn; and int64[period], the number of earlier turns of
         that component in the same period.
     """
-    used = [i for i, part in enumerate(parts) if part]
-    period, scale = sum(parts), max(1, 2 * len(used) - 2)
+    used = [i for i, weight in enumerate(weights) if weight]
+    period, scale = sum(weights), max(1, 2 * len(used) - 2)
 
     def turn(i: int, rank: int) -> tuple[int, int]:
-        """Returns the first and the last place at which component `i` may take turn `rank`."""
-        width = scale * parts[i]
+        """Returns the first and the last position at which component `i` may take turn `rank`."""
+        width = scale * weights[i]
         earliest = -(-(rank * scale + 1) * period // width) - 1
         return earliest, ((rank + 1) * scale - 1) * period // width
 
     components, ranks = np.empty((2, period), np.int64)
-    taken = [0] * len(parts)
+    taken = [0] * len(weights)
     turns = {i: turn(i, 0) for i in used}
-    for place in range(period):
-        _, i = min((latest, i) for i, (earliest, latest) in turns.items() if earliest <= place)
-        components[place], ranks[place] = i, taken[i]
+    for position in range(period):
+        _, i = min((latest, i) for i, (earliest, latest) in turns.items() if earliest <= position)
+        components[position], ranks[position] = i, taken[i]
         taken[i] += 1
         turns[i] = turn(i, taken[i])
     return components, ranks
 
 
-def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
+def _in_lowest_terms(start: int, weights: Sequence[Any], num_components: int) -> Weights:
     """Returns the weights as integers without a common factor.
 
     Raises:

@@ -20,7 +20,7 @@ from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
 from grain_shard.reading.stack import RowStacker
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
-from grain_shard.streams.rows import Joiner, StreamRows
+from grain_shard.streams.stream_rows import Joiner, StreamRows
 from grain_shard.streams.streams import StreamReads, Turn
 from grain_shard.streams.turns import Turns
 from grain_shard.trees import Batch
@@ -81,8 +81,8 @@ class FeedRows(StreamRows):
 
         Example:
             >>> import grain_shard
-            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
-            >>> plan.of_host(BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
+            >>> rows = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).host_rows
+            >>> rows.of_host(BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
             {1: [0, 1], 2: [0]}
         """
         return self.rows_of(self.layout or _ALL_ROWS)
@@ -98,8 +98,8 @@ class FeedRows(StreamRows):
 
         Example:
             >>> import grain_shard
-            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
-            >>> plan.rows_of(BatchLayout(divisor=2, shards=(1,)))
+            >>> rows = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).host_rows
+            >>> rows.rows_of(BatchLayout(divisor=2, shards=(1,)))
             {2: [0, 1], 3: [0, 1]}
         """
         size, found = self.rows_in_turn, dict[int, list[int]]()
@@ -167,9 +167,9 @@ class FeedRows(StreamRows):
 
         Example:
             >>> import grain_shard
-            >>> plan = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).plan
+            >>> rows = grain_shard.feeds(lambda feed: ..., num_feeds=4).batch(8).host_rows
             >>> halves = {host: BatchLayout(divisor=2, shards=(host % 2,)) for host in range(4)}
-            >>> [plan.to_save(halves, host) for host in halves]
+            >>> [rows.to_save(halves, host) for host in halves]
             [[0, 1], [2, 3], [], []]
         """
         # Hosts often hold the same shards. The dict keeps one layout for all of these hosts.

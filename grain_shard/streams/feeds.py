@@ -147,9 +147,9 @@ class Feeds(Streams):
                 remedy='call .batch(global_batch_size). In place of drop_remainder pass remainder="'
                 'drop" to .shard_to, and in place of batch_fn pad or pack rows in make_feed.',
             )
-        plan = FeedRows(streams=self, num_feeds=self.num_feeds, global_batch_size=global_batch_size)
+        rows = FeedRows(streams=self, num_feeds=self.num_feeds, global_batch_size=global_batch_size)
         name = f"batches of {global_batch_size} rows, of {self.num_feeds} feeds"
-        return StreamDataset(plan, made_by=name)
+        return StreamDataset(rows, made_by=name)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -161,7 +161,7 @@ class Feeds(Streams):
 
     @functools.cached_property
     def _digests(self) -> Fingerprint:
-        with noting(self.place(0)):
+        with noting(self.where(0)):
             ds = self.make(0)
             warn_of_reshuffled_slice(ds, num_slices=self.num_feeds)
             return pipeline_digests(ds)
@@ -211,7 +211,7 @@ class Feeds(Streams):
     def name(self, number: int) -> str:
         return f"{self.one} {number}"
 
-    def place(self, number: int) -> str:
+    def where(self, number: int) -> str:
         return f"in feed {number} of {self.num_feeds}"
 
     def failed_at_start(self, error: IndexError) -> str:

@@ -13,7 +13,7 @@ from grain_shard.hosts.state_files import KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, plain
 from grain_shard.reading.padding import REMAINDER
 from grain_shard.state_json import UNCHANGED, sealed, unsealed
-from grain_shard.streams.rows import StreamRows
+from grain_shard.streams.stream_rows import StreamRows
 from grain_shard.streams.streams import Streams, StreamState
 
 # The key of a state for the number of batches handed out.
@@ -49,20 +49,20 @@ class StreamsPosition(NamedTuple):
 
     @classmethod
     def of_state(
-        cls, state: Mapping[str, Any], plan: StreamRows, fingerprint: Fingerprint
+        cls, state: Mapping[str, Any], stream_rows: StreamRows, fingerprint: Fingerprint
     ) -> StreamsPosition:
         """Returns the position of this host's streams in a saved state.
 
         Args:
             state: The saved state. It may also have streams that this host does not run.
-            plan: The streams of the pipeline, and which of them this host runs.
+            stream_rows: The streams of the pipeline, and which of them this host runs.
             fingerprint: The fields that must be the same as when the state was saved.
 
         Raises:
             StateError: The state was saved by another pipeline, or does not have one of the
                 streams.
         """
-        streams, numbers = plan.streams, plan.numbers
+        streams, numbers = stream_rows.streams, stream_rows.numbers
         check_fingerprint(
             state,
             {KIND: streams.kind, **fingerprint},

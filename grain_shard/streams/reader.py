@@ -39,7 +39,7 @@ class StreamReader:
         # Several threads take turns. A generator of the user may set a variable of its context in
         # one turn, and set it back in another one.
         self._context = contextvars.copy_context()
-        self._place, self._name = streams.place(number), streams.name(number)
+        self._where, self._name = streams.where(number), streams.name(number)
         if streams.stays_open and state != ENDED:
             self._iterator = self._open()
             self._state = {"state": self._iterator.get_state()}
@@ -61,7 +61,7 @@ class StreamReader:
                 there are fewer files than feeds.
         """
         rows: list[Any] = []
-        with span(READ), noting(self._place):
+        with span(READ), noting(self._where):
             if self._state != ENDED:
                 self._context.run(self._take, rows, num_rows)
             # Pickled, because Grain may change the state that its iterator returned.

@@ -13,7 +13,7 @@ from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.first_record import FirstRecord, without_digest
 from grain_shard.state_json import from_storage
 from grain_shard.streams.position import StreamsPosition
-from grain_shard.streams.rows import LEFT_OUT, StreamRows
+from grain_shard.streams.stream_rows import LEFT_OUT, StreamRows
 from grain_shard.streams.streams import StreamReads, Turn
 from grain_shard.streams.turns import Turns, TurnsOfWorkers
 from grain_shard.threads.producer import Producer
@@ -46,7 +46,7 @@ class StreamBatches:
     With the first batch, or at the end, it also reads the source's first record; see `FirstRecord`.
 
     Args:
-        plan: The streams, and how their turns become batches.
+        stream_rows: The streams, and how their turns become batches.
         faults: Adds up the failed reads of the turns.
         position: The position at which the streams start; None for the beginning.
         first_record: The digest of the source's first record.
@@ -58,15 +58,15 @@ class StreamBatches:
 
     def __init__(
         self,
-        plan: StreamRows,
+        stream_rows: StreamRows,
         faults: Faults,
         position: StreamsPosition | None = None,
         first_record: FirstRecord = FirstRecord(),  # noqa: B008 (it has nothing to read)
     ):
-        self._plan, self._faults, self._first_record = plan, faults, first_record
-        self.position: StreamsPosition = position or StreamsPosition.at(0, plan.numbers, {})
+        self._stream_rows, self._faults, self._first_record = stream_rows, faults, first_record
+        self.position: StreamsPosition = position or StreamsPosition.at(0, stream_rows.numbers, {})
         self.states = self.position.states()
-        self._joiner = plan.begin(self.position.learned)
+        self._joiner = stream_rows.begin(self.position.learned)
 
     def opened(self, pickled: Mapping[int, bytes]) -> None:
         """Notes the states of streams that are open by now, before the first batch."""
@@ -87,9 +87,9 @@ class StreamBatches:
             # Other hosts may have a batch although this host has none, and all compare the record.
             self._first_record.run()
             raise StopIteration
-        if not (streams := self._plan.streams).has_begun:
+        if not (streams := self._stream_rows.streams).has_begun:
             streams.has_begun = True
-            streams.warn_of(turns, self._plan.unpadded_size or 0)
+            streams.warn_of(turns, self._stream_rows.unpadded_size or 0)
         batch = self._joiner.join(turns)
         if batch is LEFT_OUT:
             return []
@@ -130,26 +130,26 @@ class StreamIterator(grain.DatasetIterator):
     """An iterator of Grain over batches of streams, without ``.shard_to``.
 
     Args:
-        plan: The streams, and how their turns become batches.
+        stream_rows: The streams, and how their turns become batches.
     """
 
     # Grain calls `close` even if `__init__` failed.
     _batches: Any = None
 
-    def __init__(self, plan: StreamRows):
+    def __init__(self, stream_rows: StreamRows):
         super().__init__()
         # `close` may run at the interpreter's exit, when the names of this module are gone. So the
         # error is made here.
         self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
         self._is_closed = False
-        self._plan, self._is_broken = plan, False
+        self._stream_rows, self._is_broken = stream_rows, False
         self._open(None)
 
     def _open(self, position: StreamsPosition | None) -> None:
         faults = Faults(FaultRules())
-        made = StreamBatches(self._plan, faults, position)
-        reads = StreamReads(faults, rows=self._plan.rows_in_turn)
-        turns = Turns(self._plan.streams, reads, made.states)
+        made = StreamBatches(self._stream_rows, faults, position)
+        reads = StreamReads(faults, rows=self._stream_rows.rows_in_turn)
+        turns = Turns(self._stream_rows.streams, reads, made.states)
         made.opened(turns.pickled_states())
         self._batches, self._position, self._end = Joined(made, turns), made.position, None
 
@@ -181,7 +181,7 @@ class StreamIterator(grain.DatasetIterator):
             raise
 
     def get_state(self) -> dict[str, Any]:
-        position, streams = self._position, self._plan.streams
+        position, streams = self._position, self._stream_rows.streams
         if streams.why_unsaved:
             # As it is: the loop may never save it, and a save says what cannot be saved.
             return dict(next(iter(position.states().values())))
@@ -190,8 +190,8 @@ class StreamIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if self._is_closed:
             raise self._closed
-        plan, (state, _) = self._plan, without_digest(from_storage(state))
-        self._go_to(StreamsPosition.of_state(state, plan, plan.streams.fingerprint))
+        stream_rows, (state, _) = self._stream_rows, without_digest(from_storage(state))
+        self._go_to(StreamsPosition.of_state(state, stream_rows, stream_rows.streams.fingerprint))
 
     def _go_to(self, position: StreamsPosition) -> None:
         # The new streams replace the old ones before the old ones are closed. If closing raises an

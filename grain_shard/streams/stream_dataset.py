@@ -7,25 +7,27 @@ from typing import Any, NoReturn
 import grain
 
 from grain_shard.errors import ShardingError
-from grain_shard.streams.rows import StreamRows
 from grain_shard.streams.stream_batches import StreamIterator
+from grain_shard.streams.stream_rows import StreamRows
 from grain_shard.streams.streams import OneStream
 from grain_shard.streams.whole_rows import WholeRows
 
 
 class StreamDataset(grain.IterDataset):
-    """Batches of a user's stream, or of feeds. The stages of the chain change their plan.
+    """Batches of a user's stream, or of feeds. The stages of the chain change their rows.
 
     Args:
-        plan: The streams, and how their turns become batches.
+        host_rows: The streams, and how their turns become batches.
         made_by: The stage that made this dataset, or the name of the batches, for ``str``.
         parent: The dataset to which the stage was applied. Grain walks down the pipeline through
             the parents. None for batches of feeds, whose streams are made later.
     """
 
-    def __init__(self, plan: StreamRows, *, made_by: Any, parent: grain.IterDataset | None = None):
+    def __init__(
+        self, host_rows: StreamRows, *, made_by: Any, parent: grain.IterDataset | None = None
+    ):
         super().__init__(() if parent is None else (parent,))
-        self.plan: StreamRows = plan
+        self.host_rows: StreamRows = host_rows
         self._made_by = made_by
 
     @classmethod
@@ -37,22 +39,22 @@ class StreamDataset(grain.IterDataset):
         """
         return cls(WholeRows(streams=OneStream(ds)), made_by=ds, parent=ds)
 
-    def after(self, plan: StreamRows, made_by: Any = None) -> StreamDataset:
-        """Returns the dataset with another plan of the same batches, as after a stage.
+    def after(self, host_rows: StreamRows, made_by: Any = None) -> StreamDataset:
+        """Returns the dataset with other host rows of the same batches, as after a stage.
 
         Args:
-            plan: The plan.
+            host_rows: The padding, and the rows that this host keeps.
             made_by: The stage.
         """
         parent = self if self.parents else None
-        return StreamDataset(plan, made_by=made_by or self._made_by, parent=parent)
+        return StreamDataset(host_rows, made_by=made_by or self._made_by, parent=parent)
 
     def whole(self) -> StreamDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
 
         If rows of a user's stream were chosen already, the chosen rows count as a whole batch.
         """
-        chosen = self.plan.layout is not None and isinstance(self.plan, WholeRows)
+        chosen = self.host_rows.layout is not None and isinstance(self.host_rows, WholeRows)
         return StreamDataset.of(self) if chosen else self
 
     def __getitem__(self, index: Any) -> NoReturn:
@@ -64,7 +66,7 @@ class StreamDataset(grain.IterDataset):
         )
 
     def __iter__(self) -> StreamIterator:
-        return StreamIterator(self.plan)
+        return StreamIterator(self.host_rows)
 
     def __repr__(self) -> str:
         return f"<{self}>"

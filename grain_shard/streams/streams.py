@@ -22,7 +22,7 @@ from grain_shard.hosts.state_files import STREAM
 from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.fingerprint import BATCH_SIZES, Fingerprint
-from grain_shard.reading.iterable import agreed_rows
+from grain_shard.reading.from_iterable import agreed_rows
 from grain_shard.reading.record_reads import record_stream
 from grain_shard.reading.stack import check_rows
 from grain_shard.state_json import UNCHANGED, why_unsaved
@@ -129,8 +129,8 @@ class Streams(ABC):
         """Returns the name of one of the streams, for an error of closing."""
 
     @abstractmethod
-    def place(self, number: int) -> str:
-        """Returns the place of an error in one of the streams, for a note; "" for no note."""
+    def where(self, number: int) -> str:
+        """Says where an error came in one of the streams, for a note; "" for no note."""
 
     def failed_at_start(self, error: IndexError) -> str:
         """Returns a better text for an error that came before the first row; "" for none."""
@@ -206,7 +206,7 @@ class OneStream(Streams):
     def name(self, number: int) -> str:
         return f"this host's {self.one}"
 
-    def place(self, number: int) -> str:
+    def where(self, number: int) -> str:
         return ""
 
     def check_options(self, settings: Settings) -> None:

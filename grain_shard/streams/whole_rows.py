@@ -13,12 +13,12 @@ from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.fingerprint import OTHER_BATCH_SIZE
 from grain_shard.reading.forgotten_batch import refuse_records
-from grain_shard.reading.iterable import IterableBatches, require_another_pass
+from grain_shard.reading.from_iterable import IterableBatches, require_another_pass
+from grain_shard.reading.host_rows import CheckSize
 from grain_shard.reading.padding import SHORT_REMEDY, Padding, pad_batch
-from grain_shard.reading.plan import CheckSize
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.spans import PAD, span
-from grain_shard.streams.rows import LEFT_OUT, Joiner, StreamRows
+from grain_shard.streams.stream_rows import LEFT_OUT, Joiner, StreamRows
 from grain_shard.streams.streams import StreamReads, Turn
 from grain_shard.streams.turns import Turns
 from grain_shard.trees import Batch, FlatBatch

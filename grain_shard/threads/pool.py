@@ -40,10 +40,10 @@ from absl import logging
 
 from grain_shard.errors import GrainShardError, Raised
 from grain_shard.spans import ROOM, span
+from grain_shard.threads.contexts import Contexts
 from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.producer import Producer
 from grain_shard.threads.results import Known, Results
-from grain_shard.threads.world import World
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -110,9 +110,9 @@ class ForkedError(GrainShardError, RuntimeError):
 class Pool(Producer[T]):
     """The threads that run the tasks of one `Tasks`, and their results.
 
-    The threads start with the first wait, in the `World` of the thread that made this object. They
-    refer to this object, so it is not garbage-collected while they run. Therefore the user gets
-    another object. When that object is garbage-collected, it stops the pool.
+    The threads start with the first wait, in the `Contexts` of the thread that made this object.
+    They refer to this object, so it is not garbage-collected while they run. Therefore the user
+    gets another object. When that object is garbage-collected, it stops the pool.
 
     Args:
         tasks: The work.
@@ -139,7 +139,7 @@ class Pool(Producer[T]):
     ):
         self.threads: list[threading.Thread] = []
         self._tasks, self._name, self._pace = tasks, name, pace
-        self._on_wait, self._world = on_wait, World()
+        self._on_wait, self._contexts = on_wait, Contexts()
         self._wanted = num_threads if pace is None else pace.threads  # threads that should work
         self._running = 0  # number of threads that have not ended
         self._results = Results[T](size)
@@ -391,7 +391,7 @@ class Pool(Producer[T]):
                 return
         try:
             self._start_more()
-            self._world.run(self._work, rank)
+            self._contexts.run(self._work, rank)
         except BaseException as error:  # not of a task: errors of tasks are results
             with self._lock:
                 self._results.put_end(Raised.of(error))

@@ -271,7 +271,7 @@ class _ShareIterator(grain.DatasetIterator):
         except StopIteration:
             raise
         except BaseException as error:
-            raise sendable(error) from None
+            raise sendable_error(error) from None
 
     def get_state(self) -> dict[str, Any]:
         return {}
@@ -319,7 +319,7 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
     return np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT)])
 
 
-def sendable(error: BaseException) -> BaseException:
+def sendable_error(error: BaseException) -> BaseException:
     """Returns an error that can be sent to another process.
 
     It is the same error if the error is an `Exception` and can be pickled. Otherwise it is a

@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath, keystr, tree_map_with_path
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import owned
 from grain_shard.sharding.assemble import Assembler
-from grain_shard.sharding.place import place_leaf, place_tree
+from grain_shard.sharding.put import put_leaf, put_tree
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import default_spec
 from grain_shard.training.meshes import create_1d_mesh
@@ -58,7 +58,7 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
     shardings = ShardingTree.of(sharding)
     spread = [one for one in shardings.shardings() if not one.is_fully_replicated]
     if all(one.is_fully_addressable for one in spread):
-        return place_tree(batch, shardings)
+        return put_tree(batch, shardings)
     return Assembler(shardings, ShardingTree.of(spread).layout())(owned(batch))
 
 
@@ -219,7 +219,7 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
         root = keys[0].key
         path = root + keystr(keys[1:])
         spec = _spec_of_rows(mesh) if root == ROOT else PartitionSpec()
-        array = place_leaf(path, leaf, NamedSharding(mesh, spec))
+        array = put_leaf(path, leaf, NamedSharding(mesh, spec))
         if is_text(array):
             raise ShardingError(
                 "the leaf is text, which a compiled step cannot take.",

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.sharding.place import place_leaf
+from grain_shard.sharding.put import put_leaf
 from grain_shard.sharding.specs import default_spec, named_sharding
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
         name = _name(path)
         sharding = sharding_of(name, leaf)
         try:
-            return place_leaf(name, leaf, sharding)
+            return put_leaf(name, leaf, sharding)
         except ShardingError as error:
             # The error's own remedy is for batches. A state needs another one.
             error.remedy = (

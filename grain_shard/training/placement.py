@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.reading.iterable import from_iterable, said_rows
-from grain_shard.sharding.place import place_tree, require_local
+from grain_shard.reading.from_iterable import from_iterable, said_rows
+from grain_shard.sharding.put import put_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.streams.host_streams import HostStreams
 from grain_shard.streams.stream_batches import StreamOptions
@@ -46,7 +46,7 @@ def place_on_device(data: Any, device: Any = None) -> Any:
         >>> x.devices() == {jax.local_devices()[1]}
         True
     """
-    return place_tree(data, ShardingTree.of(jax.local_devices()[0] if device is None else device))
+    return put_tree(data, ShardingTree.of(jax.local_devices()[0] if device is None else device))
 
 
 def distribute_batch(data: Any, sharding: Any) -> Any:
@@ -74,7 +74,7 @@ def distribute_batch(data: Any, sharding: Any) -> Any:
         >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
         ((2, 3), True)
     """
-    return place_tree(data, ShardingTree.of(sharding))
+    return put_tree(data, ShardingTree.of(sharding))
 
 
 def prefetch_to_device(
@@ -134,12 +134,12 @@ def prefetch_to_device(
         source = source.to_iter_dataset(_IN_TURN)
     elif not isinstance(source, grain.IterDataset):
         source = from_iterable(source, rows=GLOBAL)
-    plan = WholeRows(streams=OneStream(source)).with_own_arrays()
+    rows = WholeRows(streams=OneStream(source)).with_own_arrays()
     return ShardedIterator(
-        HostStreams(plan, StreamOptions(buffer_size=cpu_buffer_size)),
-        _Placer(target),
+        HostStreams(rows, StreamOptions(buffer_size=cpu_buffer_size)),
+        _PutWholeBatch(target),
         device_buffer_size=size,
-        across=None,
+        group_settings=None,
     )
 
 
@@ -165,8 +165,8 @@ def _require_global(source: Any, target: ShardingTree) -> None:
         )
 
 
-class _Placer:
-    """Places whole global batches, each of any shape, in place of an `Assembler`.
+class _PutWholeBatch:
+    """Puts whole global batches, each of any shape, on the devices, unlike an `Assembler`.
 
     An `Assembler` takes only the rows of one host, and batches of one shape.
     """
@@ -175,7 +175,7 @@ class _Placer:
         self._target, self.mesh_axes, self.digest = target, target.mesh_axes, ""
 
     def __call__(self, batch: Batch) -> Batch:
-        return place_tree(batch, self._target, in_background=True)
+        return put_tree(batch, self._target, in_background=True)
 
     def describe(self) -> dict[str, str]:
         return {}  # each batch may have another shape
@@ -270,7 +270,7 @@ class DevicePlacement:
             mesh = Mesh(np.array(devices), ("data",))
         elif mesh.empty:
             mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-        return place_tree(data, ShardingTree.of(mesh, PartitionSpec()))
+        return put_tree(data, ShardingTree.of(mesh, PartitionSpec()))
 
     def shard_batch_dim(
         self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
@@ -292,7 +292,7 @@ class DevicePlacement:
         """
         require_int("batch_axis", batch_axis, 0)
         spec = PartitionSpec(*[None] * batch_axis, mesh_axis)
-        return place_tree(data, ShardingTree.of(mesh, spec))
+        return put_tree(data, ShardingTree.of(mesh, spec))
 
     def get_batch_size_recommendation(
         self, hardware_type: hardware.HardwareType | None = None

@@ -13,7 +13,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.hosts.compare import LOCAL
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.faults import FaultRules, OnBadRecord, Retries
-from grain_shard.reading.iterable import Rows
+from grain_shard.reading.from_iterable import Rows
 from grain_shard.reading.padding import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.sharding.sharding_tree import ShardingTree
@@ -174,7 +174,7 @@ class _Chain(Stage):
         return self._of_global_batches(ds)
 
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
-        streams = ds.plan.streams
+        streams = ds.host_rows.streams
         streams.check_options(self.put)
         if streams.yields(self.put) == LOCAL:  # the dataset yields this host's rows already
             return self._padded(ds, len(self.put.shardings.layout().shards)).pipe(self.put)

@@ -17,7 +17,7 @@ from grain_shard.iteration.settings import Settings
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.faults import read_by_several
 from grain_shard.reading.first_record import FirstRecord
-from grain_shard.reading.plan import P
+from grain_shard.reading.host_rows import H
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.streams.host_streams import HostStreams
@@ -56,8 +56,8 @@ class DevicePut(Settings, Stage):
             return self(as_stream(ds))
         layout = self.shardings.layout()
         if len(layout.shards) < layout.divisor:  # so this host does not hold all rows
-            ds = ds.after(self._of_host(ds.plan))
-        settings, rules, batching = self, self.fault_rules, ds.plan
+            ds = ds.after(self._of_host(ds.host_rows))
+        settings, rules, batching = self, self.fault_rules, ds.host_rows
         if rules.masks:
             _check_can_leave_out(ds)
             if layout.amplification > 1:
@@ -83,10 +83,10 @@ class DevicePut(Settings, Stage):
                 remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave executor out,"
                 " and use num_workers for feeds, or .mp_prefetch before .shard_to for a stream.",
             )
-        streams = ds.plan.streams
+        streams = ds.host_rows.streams
         streams.check_options(self)
         yields, layouts = streams.yields(self), self.shardings.layouts()
-        rows = ds.plan if yields == LOCAL else self._of_host(ds.plan)
+        rows = ds.host_rows if yields == LOCAL else self._of_host(ds.host_rows)
         rows = rows.with_own_arrays()
         rows.check_hosts(layouts)
         options = StreamOptions(
@@ -100,9 +100,9 @@ class DevicePut(Settings, Stage):
         host = HostStreams(rows, options, yields, saved)
         return self._sharded(ds.after(rows), host, lambda: size)
 
-    def _of_host(self, plan: P) -> P:
-        """Returns the plan for this host's rows, which a `ShardBatch` may have chosen before."""
-        return plan if plan.layout else plan.of_host(self.shardings.layout())
+    def _of_host(self, host_rows: H) -> H:
+        """Returns the rows of this host, which a `ShardBatch` may have chosen before."""
+        return host_rows if host_rows.layout else host_rows.of_host(self.shardings.layout())
 
     def _sharded(
         self,
@@ -132,14 +132,14 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     Raises:
         ShardingError: Rows cannot be read alone, or the batches have no mask.
     """
-    if not ds.plan.reads_rows_alone:
+    if not ds.host_rows.reads_rows_alone:
         raise ShardingError(
             'on_bad_record="mask" needs rows that are read one by one. A custom batch_fn, or a .map'
             " after .batch, makes a batch as a whole.",
             remedy="move the .map before .batch, where it gets single records. Pad records to one"
             " shape in that .map instead of in a batch_fn.",
         )
-    if ds.plan.rows_of_padding.mask_key is None:
+    if ds.host_rows.rows_of_padding.mask_key is None:
         raise ShardingError(
             'on_bad_record="mask" needs a mask, but mask_key=None leaves the batches without one.',
             remedy="leave out mask_key=None.",

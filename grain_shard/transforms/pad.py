@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from grain_shard.reading.host_rows import H
 from grain_shard.reading.padding import Padding
-from grain_shard.reading.plan import P
-from grain_shard.transforms.stage import PlanStage
+from grain_shard.transforms.stage import RowsStage
 
 
-class PadToDivisible(Padding, PlanStage):
+class PadToDivisible(Padding, RowsStage):
     """Pads the rows of every batch to a multiple of `divisor`, and adds a mask.
 
     A short batch gets as many rows as a full one, so a training step compiles once. The mask is
@@ -29,8 +29,8 @@ class PadToDivisible(Padding, PlanStage):
             tree prefix of numbers. Leaves outside the prefix are padded with 0.
     """
 
-    def change(self, plan: P) -> P:
-        """Returns the plan with this padding, in place of an earlier one; see `Plan.padded`.
+    def change(self, host_rows: H) -> H:
+        """Returns the rows with this padding, in place of an earlier one; see `HostRows.padded`.
 
         The iterator of a stream raises a `ShardingError` for a batch with more rows than a full
         batch. It also does so for a short batch if `remainder` is "error", and for any batch if
@@ -43,4 +43,4 @@ class PadToDivisible(Padding, PlanStage):
                 not "pad", and a slice or shuffle after ``.batch`` hides which batches are short.
                 Or "drop" would leave no batch.
         """
-        return plan.padded(self)
+        return host_rows.padded(self)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grain_shard.errors import ShardingError
-from grain_shard.reading.plan import P
+from grain_shard.reading.host_rows import H
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.transforms.stage import PlanStage
+from grain_shard.transforms.stage import RowsStage
 
 
 @dataclass(frozen=True)
-class ShardBatch(PlanStage):
+class ShardBatch(RowsStage):
     """Keeps the rows of each batch that this host's devices hold.
 
     Over a `MapDataset` it reads only the records of these rows, unless a ``batch_fn`` or a ``.map``
@@ -37,8 +37,8 @@ class ShardBatch(PlanStage):
                 remedy="pass ShardingTree.of(mesh, spec).layout().",
             )
 
-    def change(self, plan: P) -> P:
-        """Returns the plan of this host's rows: leaves are ``[host_batch_size, ...]``.
+    def change(self, host_rows: H) -> H:
+        """Returns the rows of this host: leaves are ``[host_batch_size, ...]``.
 
         Warns if this host has to read rows that it does not hold. A stream of the user must be the
         same on every host. Only the feeds that make this host's rows run.
@@ -46,4 +46,4 @@ class ShardBatch(PlanStage):
         Raises:
             ShardingError: The shards do not divide the batch size.
         """
-        return plan.of_host(self.layout)
+        return host_rows.of_host(self.layout)

@@ -1,4 +1,4 @@
-"""`Stage` and `PlanStage`: the base classes of the chain's stages."""
+"""`Stage` and `RowsStage`: the base classes of the chain's stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.private_names import log_missing_names
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.sharded_dataset import sharded
-from grain_shard.reading.plan import P
+from grain_shard.reading.host_rows import H
 from grain_shard.reading.row_dataset import RowMapDataset, batching_of
 from grain_shard.streams.stream_dataset import StreamDataset
 
@@ -34,7 +34,7 @@ class Stage(ABC):
             ShardingError: `ds` is another kind of object, is sharded already, or does not fit the
                 stage's arguments.
         """
-        ds = _planned(ds)
+        ds = _with_rows(ds)
         return self.of_random_access(ds) if isinstance(ds, RowMapDataset) else self.of_streams(ds)
 
     @abstractmethod
@@ -46,17 +46,17 @@ class Stage(ABC):
         """Returns the dataset after this stage, for batches that are read in order."""
 
 
-class PlanStage(ABC):
-    """A stage that only changes the plan of the batches, alike for each kind of pipeline."""
+class RowsStage(ABC):
+    """A stage that only changes the host's rows of the batches, alike for each kind of pipeline."""
 
     def __call__(self, ds: Any) -> Any:
         """Returns the dataset after this stage; see `Stage`."""
-        ds = _planned(ds).whole()
-        return ds.after(self.change(ds.plan), self)
+        ds = _with_rows(ds).whole()
+        return ds.after(self.change(ds.host_rows), self)
 
     @abstractmethod
-    def change(self, plan: P) -> P:
-        """Returns the plan after this stage."""
+    def change(self, host_rows: H) -> H:
+        """Returns the rows after this stage."""
 
 
 def as_stream(ds: RowMapDataset) -> grain.IterDataset:
@@ -64,8 +64,8 @@ def as_stream(ds: RowMapDataset) -> grain.IterDataset:
     return ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
 
 
-def _planned(ds: Any) -> RowMapDataset | StreamDataset:
-    """Returns a user's dataset as one with a plan.
+def _with_rows(ds: Any) -> RowMapDataset | StreamDataset:
+    """Returns a user's dataset as one with `HostRows`.
 
     Raises:
         ShardingError: `ds` is no dataset of batches, or is sharded already.
@@ -132,14 +132,16 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
             the ``batch_fn`` of ``.batch`` pads the batches already.
     """
     below = list(nodes.walk(ds))
-    if any(isinstance(node, StreamDataset) and node.plan.streams.kind == FEEDS for node in below):
+    if any(
+        isinstance(node, StreamDataset) and node.host_rows.streams.kind == FEEDS for node in below
+    ):
         raise ShardingError(
             f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.",
             remedy="move this transformation into make_feed, where it gets single rows: return"
             " ds.map(...). Then call .batch(B).shard_to(mesh) on the feeds, with no transformation"
             " in between.",
         )
-    if any(isinstance(node, RowMapDataset) and node.plan.has_several_sizes for node in below):
+    if any(isinstance(node, RowMapDataset) and node.host_rows.has_several_sizes for node in below):
         raise ShardingError(
             f"{ds} follows batches whose size changes, so it is unknown which batches are full.",
             remedy="move this transformation before BatchSchedule, where it gets single records."

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.reading.plan import P
+from grain_shard.reading.host_rows import H
 from grain_shard.sharding.layout import round_up
-from grain_shard.transforms.stage import PlanStage
+from grain_shard.transforms.stage import RowsStage
 
 
 @dataclass(frozen=True)
-class ValidateBatchSize(PlanStage):
+class ValidateBatchSize(RowsStage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
     If the shards do not divide the size, and batches may be padded, the log says so.
@@ -46,8 +46,8 @@ class ValidateBatchSize(PlanStage):
     def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
 
-    def change(self, plan: P) -> P:
-        """Returns the plan after a check of its batch sizes.
+    def change(self, host_rows: H) -> H:
+        """Returns the rows after a check of the batch sizes.
 
         A batch size that is not known yet is checked at the first batch. The first batch of a
         stream is also checked for a ``.batch`` that was forgotten.
@@ -56,7 +56,7 @@ class ValidateBatchSize(PlanStage):
             ShardingError: The dataset has no batch. Or `must_divide` is True, and the shards do not
                 divide a batch size.
         """
-        return plan.checked(self.check)
+        return host_rows.checked(self.check)
 
     def check(self, global_batch_size: int, num_streams: int = 1) -> None:
         """Checks one batch size.

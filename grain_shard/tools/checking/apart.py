@@ -25,7 +25,7 @@ class Unknown(Exception):
     """It is not known whether the pipelines share a record. The text says why."""
 
 
-class Read:
+class SourceRecords:
     """The records of one source that a pipeline reads.
 
     Attributes:
@@ -71,7 +71,7 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     shared = [name for a in here for b in there for name in _shared(a, b, until)]
     if shared and (_leaves_out(ds) or _leaves_out(other)):
         raise Unknown("both read some records, which a filter or a dropped remainder may leave out")
-    counts = [sum(len(read.indices) for read in reads) for reads in (here, there)]
+    counts = [sum(len(records.indices) for records in found) for found in (here, there)]
     if not shared:
         return counts[0], counts[1], None
     some = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
@@ -84,37 +84,37 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     return counts[0], counts[1], error
 
 
-def records_read(ds: Any, until: float) -> list[Read]:
+def records_read(ds: Any, until: float) -> list[SourceRecords]:
     """Returns the records that a pipeline reads in three epochs, for each of its sources.
 
     Raises:
         Unknown: The records of the pipeline have no index, or the time was over.
     """
-    reads: dict[int, Read] = {}
+    found: dict[int, SourceRecords] = {}
     for records in _by_index(ds):
         # An endless pipeline has no length of an epoch, but its sources have.
         left = _EPOCHS * sum(len(source) for source in nodes.sources(records))
         start, stop = 0, _EPOCHS * len(records)
         while start < stop and left > 0:
             indices = np.arange(start, min(start + _CHUNK, start + left, stop))
-            left -= _follow(records, indices, reads)
+            left -= _follow(records, indices, found)
             start += len(indices)
             _check_time(until)
-    return list(reads.values())
+    return list(found.values())
 
 
 def _by_index(ds: Any) -> Iterator[grain.MapDataset]:
     """Yields the random-access datasets of which a pipeline is made."""
-    while (sharded(ds) or hasattr(ds, "plan")) and ds.parents:  # a dataset of this package
+    while (sharded(ds) or hasattr(ds, "host_rows")) and ds.parents:  # a dataset of this package
         (ds,) = ds.parents
-    if (plan := getattr(ds, "plan", None)) is not None:  # the batches of feeds
-        for number in range(plan.num_streams):
-            yield from _by_index(plan.streams.make(number))
+    if (rows := getattr(ds, "host_rows", None)) is not None:  # the batches of feeds
+        for number in range(rows.num_streams):
+            yield from _by_index(rows.streams.make(number))
     elif isinstance(ds, grain.MapDataset):
         yield ds
     elif isinstance(ds, grain.IterDataset) and (made_of := nodes.made_of(ds)):
-        for part in made_of:
-            yield from _by_index(part)
+        for below in made_of:
+            yield from _by_index(below)
     else:
         raise Unknown(f"the records of {ds} have no index")
 
@@ -125,71 +125,75 @@ def _leaves_out(ds: Any) -> bool:
     if end is not None and end.host.padding.drops_short:
         return True
     feeds: Any = end and not end.parents[0].parents and end.parents[0]
-    return nodes.is_filtered(feeds.plan.streams.make(0) if feeds else ds)
+    return nodes.is_filtered(feeds.host_rows.streams.make(0) if feeds else ds)
 
 
-def _follow(ds: Any, indices: np.ndarray, reads: dict[int, Read], is_part: bool = False) -> int:
+def _follow(
+    ds: Any, indices: np.ndarray, found: dict[int, SourceRecords], is_part: bool = False
+) -> int:
     """Marks the records to which indices of a dataset lead, and returns their number."""
     way = route(ds, indices)
     below, indices = way.ds, way.indices
     if (mixed := below_mixture(below, indices)) is not None:
         parts = [(parent, mixed[1][mixed[0] == i]) for i, parent in enumerate(below.parents)]
-        return sum(_follow(parent, own, reads, is_part) for parent, own in parts if len(own))
+        return sum(_follow(parent, own, found, is_part) for parent, own in parts if len(own))
     if nodes.is_batched(below) and (node := nodes.batch_node(below)) is not None:
         num_records = len(node.records)
         epochs, batches = np.divmod(indices, len(below))
-        places = batches[:, None] * node.global_batch_size + np.arange(node.global_batch_size)
-        places += epochs[:, None] * num_records
-        in_epoch = places < (epochs[:, None] + 1) * num_records
-        return _follow(node.records, places[in_epoch], reads, is_part)
+        positions = batches[:, None] * node.global_batch_size + np.arange(node.global_batch_size)
+        positions += epochs[:, None] * num_records
+        in_epoch = positions < (epochs[:, None] + 1) * num_records
+        return _follow(node.records, positions[in_epoch], found, is_part)
     if type(below) in nodes.SHUFFLES:  # by windows
         moved = np.array([nodes.index_below(below)(i) for i in indices.tolist()], np.int64)
-        return _follow(below.parents[0], moved, reads, is_part)
+        return _follow(below.parents[0], moved, found, is_part)
     if nodes.is_zip(below):
-        return max(_follow(parent, indices, reads, True) for parent in below.parents)
+        return max(_follow(parent, indices, found, True) for parent in below.parents)
     if nodes.is_map_filter(below):
-        return _follow(below.parents[0], indices, reads, is_part)
+        return _follow(below.parents[0], indices, found, is_part)
     if below.parents:
         raise Unknown(f"it is unknown which records {below} reads")
     source = source_in(below)
-    read = reads.setdefault(id(source), Read(source, is_part))
-    read.is_read[indices % len(source)] = True
+    records = found.setdefault(id(source), SourceRecords(source, is_part))
+    records.is_read[indices % len(source)] = True
     return len(indices)
 
 
-def _shared(a: Read, b: Read, until: float) -> list[str]:
+def _shared(a: SourceRecords, b: SourceRecords, until: float) -> list[str]:
     """Returns texts that name the records in both of two sources."""
     if a.source is b.source:
         return [f"record {i} of {a}" for i in np.flatnonzero(a.is_read & b.is_read).tolist()]
     if hasattr(a.source, "where") and hasattr(b.source, "where"):
-        return sorted(_places(a) & _places(b))
-    for read in (a, b):
-        if read.is_part:
-            raise Unknown(f"{read} is one of several in a zip, and the other pipeline has its own")
-        if isinstance(read.source, grain.MapDataset) and isinstance(read.source[0], int):
+        return sorted(_locations(a) & _locations(b))
+    for records in (a, b):
+        if records.is_part:
+            raise Unknown(
+                f"{records} is one of several in a zip, and the other pipeline has its own"
+            )
+        if isinstance(records.source, grain.MapDataset) and isinstance(records.source[0], int):
             raise Unknown("each pipeline begins with numbers of its own, such as MapDataset.range")
     seen = {_contents(b, i, until) for i in b.indices}
     found = [i for i in a.indices if _contents(a, i, until) in seen]
     return [f"record {i} of {a} (by its contents)" for i in found]
 
 
-def _places(read: Read) -> set[str]:
+def _locations(records: SourceRecords) -> set[str]:
     names = set[str]()
-    for i in read.indices:
-        path, position = read.source.where(i)
+    for i in records.indices:
+        path, position = records.source.where(i)
         names.add(f"record {position} of {os.path.realpath(path)}")
     return names
 
 
-def _contents(read: Read, index: int, until: float) -> tuple[str, str]:
+def _contents(records: SourceRecords, index: int, until: float) -> tuple[str, str]:
     """Returns a digest of a record, and the texts in it, of which the digest may have a part."""
     _check_time(until)
     try:
-        record = read.source[index]
+        record = records.source[index]
         texts = [leaf for leaf in jax.tree.leaves(record) if isinstance(leaf, str | os.PathLike)]
         return element_digest(record), repr(texts)
     except Exception as error:
-        raise Unknown(f"record {index} of {read} cannot be compared: {error!r}") from error
+        raise Unknown(f"record {index} of {records} cannot be compared: {error!r}") from error
 
 
 def _check_time(until: float) -> None:

@@ -17,10 +17,10 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
 from grain_shard.threads.worker_processes import refuse_in_worker
 from grain_shard.tools.checking.apart import Unknown, apart
-from grain_shard.tools.checking.reading import (
+from grain_shard.tools.checking.comparison import (
     Comparison,
     Difference,
-    Reading,
+    Reference,
     difference_of_records,
     leaves_of,
     rows_in,
@@ -30,9 +30,9 @@ from grain_shard.tools.checking.records import (
     REUSED,
     THREADS,
     UNSAFE,
-    Fault,
     Level,
     Records,
+    WrongRecord,
     levels,
 )
 from grain_shard.tools.checking.result import FAILED, OK, Checked, Line
@@ -198,7 +198,7 @@ class _Check:
         self._ds, self._seconds = ds, seconds
         self._start = time.monotonic()
         # All other ways to read together take about as long as ten such readings.
-        self._reading = Reading(read_alone(ds), batches, self._start + seconds / 10)
+        self._reference = Reference(read_alone(ds), batches, self._start + seconds / 10)
         self._levels = levels(ds)
 
     def lines(self) -> Iterator[Line]:
@@ -220,10 +220,10 @@ class _Check:
         yield self._steps()
 
     def _proofs(self) -> Iterator[_Proof]:
-        ds, reading = self._ds, self._reading
+        ds, reference = self._ds, self._reference
 
         def again(comparison: Comparison) -> None:
-            comparison.read(read_alone(ds), reading.parts)
+            comparison.read(read_alone(ds), reference.ranges)
 
         def loop(comparison: Comparison) -> None:
             if ds.host.kind == FEEDS:
@@ -231,22 +231,22 @@ class _Check:
             comparison.add(0, leaves_of(ds.host.first()))
 
         def own(comparison: Comparison) -> None:
-            comparison.read(with_options(ds), reading.parts)
+            comparison.read(with_options(ds), reference.ranges)
 
         def threads(comparison: Comparison) -> None:
             self._require_threads()
-            comparison.read(with_options(ds, num_threads=THREADS), reading.parts)
+            comparison.read(with_options(ds, num_threads=THREADS), reference.ranges)
 
         def worker(comparison: Comparison) -> None:
             self._require_pickled(comparison.until - time.monotonic())
             options = {"num_workers": 1, "executor": None}
-            comparison.read(with_options(ds, **options), reading.parts)
+            comparison.read(with_options(ds, **options), reference.ranges)
 
         def restore(comparison: Comparison) -> None:
-            parts = reading.restores()
-            if not parts:
+            ranges = reference.restores()
+            if not ranges:
                 raise _NotMade("does not apply: an iterator of the stream has no state")
-            comparison.read(read_alone(ds), parts)
+            comparison.read(read_alone(ds), ranges)
 
         yield _Proof("read twice, by one thread", _NOT_RANDOM, again)
         yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, loop)
@@ -254,11 +254,11 @@ class _Check:
         yield _Proof(self._own_way(), remedy, own)
         yield _Proof(f"{THREADS} threads", _OF_RACES, threads)
         yield _Proof("a restore, through JSON", _RESTORES, restore)
-        meshes = other_meshes(ds, reading.batch_rows)
+        meshes = other_meshes(ds, reference.batch_rows)
         for shardings in meshes:
 
             def moved(comparison: Comparison, shardings: Any = shardings) -> None:
-                comparison.read(on_mesh(ds, shardings), reading.parts)
+                comparison.read(on_mesh(ds, shardings), reference.ranges)
 
             yield _Proof(f"mesh {describe_mesh(shardings.mesh_axes)}", _ON_ITS_OWN, moved)
         if not meshes:
@@ -281,7 +281,7 @@ class _Check:
     def _line(self, proof: _Proof, left_s: float) -> Line:
         if left_s < 0:
             return Line(proof.name, "", f"not checked: {self._seconds:g} s were over")
-        comparison = Comparison(self._reading, time.monotonic() + left_s)
+        comparison = Comparison(self._reference, time.monotonic() + left_s)
         try:
             self._require_another_pass()
             proof.read(comparison)
@@ -314,7 +314,7 @@ class _Check:
         if remedy is not _NOT_RANDOM and self._is_random():
             remedy = _NOT_RANDOM
         return ShardingError(
-            f"{name}: {self._reading.name(step, found.row)} was {found.got}. One thread that read"
+            f"{name}: {self._reference.name(step, found.row)} was {found.got}. One thread that read"
             f" alone got {found.alone}.",
             path=found.path,
             leaf=found.leaf or None,
@@ -324,9 +324,9 @@ class _Check:
 
     def _is_random(self) -> bool:
         """Returns True if one thread that reads alone gets other batches than before."""
-        again = Comparison(self._reading, time.monotonic() + self._seconds / 10)
+        again = Comparison(self._reference, time.monotonic() + self._seconds / 10)
         try:
-            again.read(read_alone(self._ds), self._reading.parts)
+            again.read(read_alone(self._ds), self._reference.ranges)
         except Exception:  # one thread alone read these batches before
             return True
         return again.found is not None
@@ -347,18 +347,18 @@ class _Check:
         seconds = min(_RECORDS_S, self._seconds * _RECORDS_SHARE / max(1, len(self._levels)))
         for level in self._levels:
             records = Records(level.ds, seconds)
-            fault = records.fault(by_several=level.by_several)
+            wrong = records.wrong_record(by_several=level.by_several)
             count += records.count
-            if fault is not None:
-                error = self._is_faulty(level, fault)
+            if wrong is not None:
+                error = self._is_faulty(level, wrong)
                 return Line(name, f"{count:,} records", FAILED, error)
         if not count:
             return Line(name, "", "does not apply: no record can be read by its index")
         return Line(name, f"{len(self._levels)} of them, {count:,} records")
 
-    def _is_faulty(self, level: Level, fault: Fault) -> ShardingError:
-        record = f"record {fault.record:,} of {level.ds}"
-        found = difference_of_records(fault.got, fault.alone)
+    def _is_faulty(self, level: Level, wrong: WrongRecord) -> ShardingError:
+        record = f"record {wrong.record:,} of {level.ds}"
+        found = difference_of_records(wrong.got, wrong.alone)
         kinds = {
             REUSED: (
                 f"a later read changed {record} from {found.alone} to {found.got}. The source, or"
@@ -376,7 +376,7 @@ class _Check:
                 _OF_RACES,
             ),
         }
-        problem, remedy = kinds[fault.kind]
+        problem, remedy = kinds[wrong.kind]
         return ShardingError(
             problem,
             path=found.path,
@@ -416,10 +416,8 @@ class _Check:
                 BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
                 for host in range(hosts)
             ]
-            if self._reading.batch_rows % hosts:
-                raise _NotMade(
-                    f"not checked: a batch of {self._reading.batch_rows} rows has no {hosts} parts"
-                )
+            if (rows := self._reference.batch_rows) % hosts:
+                raise _NotMade(f"not checked: a batch of {rows} rows has no {hosts} parts")
             for layout in layouts:
                 if not comparison.read_host(of_host(read_alone(ds), layout).host, layout):
                     break
@@ -428,15 +426,15 @@ class _Check:
 
     def _shapes(self) -> Line:
         # The thread that placed these batches has refused a row of another shape or dtype.
-        reading = self._reading
-        count, rows = len(reading.batches), sum(map(rows_in, reading.batches.values()))
-        cut = f" of {reading.planned:,}" if count < reading.planned else ""
-        steps = ", ".join(f"{part.steps.start:,}:{part.steps.stop:,}" for part in reading.parts)
+        reference = self._reference
+        count, rows = len(reference.batches), sum(map(rows_in, reference.batches.values()))
+        cut = f" of {reference.wanted:,}" if count < reference.wanted else ""
+        steps = ", ".join(f"{some.steps.start:,}:{some.steps.stop:,}" for some in reference.ranges)
         compared = f"{count:,}{cut} batches ({steps}), {rows:,} rows"
         return Line("shapes and dtypes of the records", compared)
 
     def _state(self) -> Line:
-        states = [*self._reading.states.values(), self._reading.last_state]
+        states = [*self._reference.states.values(), self._reference.last_state]
         sizes = [len(state) for state in states if state is not None]
         if not sizes:
             return Line("the state", "", "does not apply: an iterator of the stream has no state")
@@ -456,7 +454,7 @@ class _Check:
         if batches > ENDLESS:
             return Line(name, "", "does not apply: the dataset repeats without an end")
         compared = f"{batches:,} steps in a pass"
-        if not self._reading.ends_late:
+        if not self._reference.ends_late:
             return Line(name, compared)
         error = ShardingError(
             f"a batch came after the last of {batches:,} batches.",

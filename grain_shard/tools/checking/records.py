@@ -74,7 +74,7 @@ def _parts(ds: ShardedDataset) -> Iterator[tuple[grain.MapDataset, bool]]:
         in_threads = settings.executor is None or isinstance(settings.executor, ThreadPoolExecutor)
         yield end, in_threads and not settings.num_workers and several
         return
-    stream = end.plan.streams.make(0)
+    stream = end.host_rows.streams.make(0)
     several = several and not nodes.is_run_by_workers(stream)
     for node in nodes.walk(stream):
         if (found := nodes.read_ahead(node)) is not None:
@@ -83,7 +83,7 @@ def _parts(ds: ShardedDataset) -> Iterator[tuple[grain.MapDataset, bool]]:
             yield records, several and shared and nodes.has_threads(options)
 
 
-class Fault(NamedTuple):
+class WrongRecord(NamedTuple):
     """A record that differs between two readings.
 
     Attributes:
@@ -139,8 +139,8 @@ class Records:
         except Exception as error:
             return error
 
-    def fault(self, *, by_several: bool) -> Fault | None:
-        """Returns the first fault that is found; None if there is none.
+    def wrong_record(self, *, by_several: bool) -> WrongRecord | None:
+        """Returns the first wrong record that is found; None if there is none.
 
         Args:
             by_several: True to read with several threads, too.
@@ -149,32 +149,32 @@ class Records:
             return None
         for index, (record, digest) in self._alone.items():
             if _digest(record) != digest:
-                return Fault(REUSED, index, copy.deepcopy(record), self._read(index))
-        if fault := self._differs([[*self._alone][::-1]], self._seconds):
-            return fault
+                return WrongRecord(REUSED, index, copy.deepcopy(record), self._read(index))
+        if wrong := self._differs([[*self._alone][::-1]], self._seconds):
+            return wrong
         return self._raced() if by_several else None
 
-    def _raced(self) -> Fault | None:
+    def _raced(self) -> WrongRecord | None:
         before, reads = sys.getswitchinterval(), self._reads
-        fault, orders = None, np.random.default_rng(0)
+        wrong, orders = None, np.random.default_rng(0)
         # If records are large, few in a row, because each thread keeps them.
         most = max(1, self.count * _BYTES // (THREADS * max(1, self._bytes)))
         shuffled = (orders.permutation([*self._alone])[:most].tolist() for _ in itertools.count())
         sys.setswitchinterval(_SWITCH_S)
         try:
             for _ in range(_ROUNDS):
-                fault = fault or self._differs(shuffled, self._seconds / _ROUNDS, THREADS)
+                wrong = wrong or self._differs(shuffled, self._seconds / _ROUNDS, THREADS)
         finally:
             sys.setswitchinterval(before)
-        if fault is None:
+        if wrong is None:
             return None
         passes = 1 + _MORE_ALONE * (self._reads - reads) // self.count
         again = itertools.repeat([*self._alone], passes)
-        return self._differs(again, self._seconds) or fault._replace(kind=UNSAFE)
+        return self._differs(again, self._seconds) or wrong._replace(kind=UNSAFE)
 
     def _differs(
         self, orders: Iterable[Iterable[int]], seconds: float, threads: int = 1
-    ) -> Fault | None:
+    ) -> WrongRecord | None:
         """Reads records again, and returns the first one that differs; None if none does.
 
         Args:
@@ -182,7 +182,7 @@ class Records:
             seconds: Seconds after which no further record is read.
             threads: Number of threads.
         """
-        found, until = list[Fault](), time.monotonic() + seconds
+        found, until = list[WrongRecord](), time.monotonic() + seconds
 
         def read(order: Iterable[int]) -> int:
             read = dict[int, Any]()
@@ -195,7 +195,7 @@ class Records:
                 alone, digest = self._alone[index]
                 is_lost = isinstance(got, Exception) and is_transient(got)
                 if not is_lost and _digest(got) != digest:
-                    found.append(Fault(RANDOM, index, got, alone))
+                    found.append(WrongRecord(RANDOM, index, got, alone))
             return len(read)
 
         for count in _by_threads(read, orders, threads):

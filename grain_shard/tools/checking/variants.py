@@ -91,7 +91,7 @@ def _resized(target: ShardingTree, axis: str, size: int, devices: list[Any]) -> 
 def _kept(ds: ShardedDataset, layout: BatchLayout) -> Any:
     """Returns the dataset before placement, with the rows of another layout."""
     (parent,) = cast(Any, ds.parents)
-    return parent.after(replace(parent.plan, layout=layout))
+    return parent.after(replace(parent.host_rows, layout=layout))
 
 
 def _placed(ds: ShardedDataset, parent: Any, **options: Any) -> ShardedDataset:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, TASK, WAIT, WORK
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
-from grain_shard.tools.measuring.measurement import Measurement, Pipeline
+from grain_shard.tools.measuring.measurement import Measurement, PipelineFacts
 
 # If the loop waits for less than this share of its time, the pipeline keeps up. No change to the
 # pipeline could gain more than this share.
@@ -73,7 +73,7 @@ def _verdict(name: str, reason: str, *advice: str) -> Bottleneck:
 
 def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Returns the stage that holds the loop up, with the advice that fits the pipeline."""
-    pipeline = measured.pipeline or Pipeline()
+    pipeline = measured.pipeline or PipelineFacts()
     if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
         return _verdict(
             "unseen",
@@ -145,7 +145,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     )
 
 
-def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck:
+def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     """Returns the verdict for a loop that is held up by the threads that make batches.
 
     Args:
@@ -179,7 +179,7 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
     )
 
 
-def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
+def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     """Returns the verdict for a loop that is held up by the tasks of an executor."""
     tasks = [s for s in measured.spans if s.part == TASK]
     works = [s for s in measured.spans if s.stage == WORK]
@@ -225,7 +225,7 @@ def _who(stage: str, measured: Measurement) -> str:
     return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
 
 
-def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> Iterator[str]:
+def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts) -> Iterator[str]:
     """Yields advice for a loop that is held up by the threads that make batches.
 
     Args:
@@ -272,7 +272,7 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
             yield "pass num_workers if this computes, or profile while the machine is idle."
 
 
-def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> str:
+def _more_side_by_side(who: str, measured: Measurement, pipeline: PipelineFacts) -> str:
     full = covered_s(measured.rests) / measured.seconds
     if full >= _LITTLE_REST:
         return (

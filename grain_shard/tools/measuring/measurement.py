@@ -17,7 +17,7 @@ _LANES = *STAGES, WORK, *LOOP
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineFacts:
     """The facts of a pipeline on which the advice for it depends.
 
     Attributes:
@@ -37,7 +37,7 @@ class Pipeline:
     amplification: float = 1.0
 
     @classmethod
-    def of(cls, ds: ShardedDataset) -> Pipeline:
+    def of(cls, ds: ShardedDataset) -> PipelineFacts:
         """Returns the facts of a dataset that `shard_to` made."""
         return cls(
             cpu_buffer_size=ds.settings.cpu_buffer_size,
@@ -98,7 +98,7 @@ class Measurement:
     warmup: int
     seconds: float
     recorded_spans: tuple[Span, ...]
-    pipeline: Pipeline | None = None
+    pipeline: PipelineFacts | None = None
     num_examples: int = 0
     num_bytes: int = 0
     read_threads: str = ""

@@ -13,7 +13,7 @@ from grain_shard.spans import LOOP, WAIT
 from grain_shard.tools.extras import require
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import run_loop
-from grain_shard.tools.measuring.measurement import Measurement, Pipeline
+from grain_shard.tools.measuring.measurement import Measurement, PipelineFacts
 from grain_shard.tools.showing.tables import broken
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def profile(
         # A clock has a smallest unit, so a short loop may take 0 s. The rates divide by `seconds`.
         seconds=max(end - start, time.get_clock_info("perf_counter").resolution),
         recorded_spans=tuple(s._replace(start=s.start - start, end=s.end - start) for s in spans),
-        pipeline=None if pipeline is None else Pipeline.of(pipeline),
+        pipeline=None if pipeline is None else PipelineFacts.of(pipeline),
         num_examples=sum(size["records"] for size in sizes),
         num_bytes=sum(size["bytes"] for size in sizes),
         read_threads=read_threads,

@@ -143,7 +143,7 @@ class Plan(InNotebooks):
     def records(self, host: int, step: int) -> np.ndarray:
         """Returns the indices of the records that a host reads for a batch, ascending: int64[n].
 
-        An index is the place of a record in the dataset before ``.batch``. A host whose rows are
+        An index is the position of a record in the dataset before ``.batch``. A host whose rows are
         all padding still reads one record, once, to find the structure of records. That record is
         not counted here.
 

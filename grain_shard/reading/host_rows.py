@@ -1,4 +1,4 @@
-"""`Plan`: the padding of batches and the rows that a host keeps, as the chain's stages decide."""
+"""`HostRows`: the padding of batches and the rows that a host keeps, as the stages decide."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TypeVar
 from grain_shard.reading.padding import Padding
 from grain_shard.sharding.layout import BatchLayout
 
-P = TypeVar("P", bound="Plan")
+H = TypeVar("H", bound="HostRows")
 # A function that checks the size of a full batch. It also gets the number of streams that each give
 # the same number of rows, and raises an error or warns.
 CheckSize = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(ABC):
+class HostRows(ABC):
     """The padding of batches, and the rows of them that this host keeps.
 
-    There is a subclass for each kind of pipeline. A plan is immutable. A stage of the chain returns
-    a changed copy.
+    There is a subclass for each kind of pipeline. This is a frozen value. A stage of the chain
+    returns a changed copy.
 
     Attributes:
         padding: The padding of each batch; None for unpadded batches.
@@ -44,8 +44,8 @@ class Plan(ABC):
         """Number of streams that each give the same number of rows to a batch."""
         return 1
 
-    def checked(self: P, check: CheckSize) -> P:
-        """Returns the plan after a check of the size of a full batch.
+    def checked(self: H, check: CheckSize) -> H:
+        """Returns the rows after a check of the size of a full batch.
 
         A size that is not known yet is checked at the first batch.
 
@@ -56,7 +56,7 @@ class Plan(ABC):
             check(size, self.num_streams)
         return self
 
-    def padded(self: P, padding: Padding) -> P:
+    def padded(self: H, padding: Padding) -> H:
         """Returns a copy with padding, and with a mask.
 
         Raises:
@@ -65,7 +65,7 @@ class Plan(ABC):
         """
         return replace(self, padding=padding)
 
-    def of_host(self: P, layout: BatchLayout) -> P:
+    def of_host(self: H, layout: BatchLayout) -> H:
         """Returns a copy for one host.
 
         Args:

@@ -1,4 +1,4 @@
-"""Places the leaves of a tree on devices by a tree of shardings, on one process or on many."""
+"""Puts the leaves of a tree on devices by a tree of shardings, on one process or on many."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from grain_shard.sharding.specs import check_fits, check_held, fitted
 from grain_shard.trees import as_arrays, flatten, is_text
 
 
-@jax.transfer_guard("allow")  # to place a tree is an explicit transfer
-def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
-    """Places every leaf of a tree on the devices of its sharding.
+@jax.transfer_guard("allow")  # to put a tree is an explicit transfer
+def put_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
+    """Puts every leaf of a tree on the devices of its sharding.
 
     Args:
         data: A tree of numpy arrays, `jax.Array`s, typed PRNG keys and Python scalars. On several
@@ -42,13 +42,13 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
         return data  # e.g. the optax state of plain SGD, a tree without leaves
     arrays = [_as_array(path, leaf, target) for path, leaf in zip(paths, leaves, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
-    place = partial(_place, in_background=in_background)
-    return structure.unflatten(map(place, paths, arrays, shardings))
+    put = partial(_put, in_background=in_background)
+    return structure.unflatten(map(put, paths, arrays, shardings))
 
 
 @jax.transfer_guard("allow")
-def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
-    """Places one leaf on the devices of its sharding.
+def put_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
+    """Puts one leaf on the devices of its sharding.
 
     Args:
         path: The leaf's path in its tree, for messages.
@@ -66,7 +66,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else fitted(sharding, array.ndim)
-    return _place(path, array, where, in_background=False)
+    return _put(path, array, where, in_background=False)
 
 
 def require_local(target: ShardingTree) -> None:
@@ -101,8 +101,8 @@ def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
         raise error.with_mesh(target.mesh_axes) from None
 
 
-def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
-    """Places an array by its sharding; with None the array stays on the host, unchanged.
+def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
+    """Puts an array on devices by its sharding; with None the array stays on the host, unchanged.
 
     The spec of the sharding must not be longer than the array's rank. On the CPU backend numpy
     input is copied, so a loader may reuse its buffer. A `jax.Array` that already has this sharding
@@ -119,7 +119,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            data = _place(path, jax.random.key_data(array), sharding, in_background)
+            data = _put(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
     check_held(path, host_array)

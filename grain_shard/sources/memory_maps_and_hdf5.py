@@ -16,7 +16,7 @@ from grain_shard.errors import ShardingError
 _ON_DISK = "sec2"
 
 
-def sendable(leaf: str, array: Any) -> Any:
+def to_pickle(leaf: str, array: Any) -> Any:
     """Returns what is pickled in place of an array.
 
     Args:
@@ -42,7 +42,7 @@ def _of_map(array: np.ndarray) -> Any:
     It has to be copied if it is not a view of a file, if it can have changes that are not in the
     file (copy on write), or if it is not known where in the file it begins.
     """
-    # The array itself may be of any type, and may have the offset of another view. So its place is
+    # The array itself may be of any type, and may have the offset of another view. So its start is
     # measured from the beginning of the map, which all views share.
     owner, memmap = array, None
     while owner is not None and not isinstance(owner, mmap.mmap):
@@ -50,14 +50,14 @@ def _of_map(array: np.ndarray) -> Any:
         owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
     if owner is None or memmap is None or not memmap.filename or memmap.mode == "c":
         return array
-    place = _address(array) - _address(np.frombuffer(owner, np.uint8))
+    start = _address(array) - _address(np.frombuffer(owner, np.uint8))
     try:
-        np.ndarray(array.shape, array.dtype, owner, place, array.strides)
+        np.ndarray(array.shape, array.dtype, owner, start, array.strides)
     except (ValueError, TypeError):  # the view leaves the map
         return array
     if memmap.mode != "r":
         owner.flush()
-    offset = memmap.offset - memmap.offset % mmap.ALLOCATIONGRANULARITY + place
+    offset = memmap.offset - memmap.offset % mmap.ALLOCATIONGRANULARITY + start
     return functools.partial(
         _map, str(memmap.filename), array.dtype, offset, array.shape, array.strides
     )

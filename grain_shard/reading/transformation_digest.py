@@ -1,4 +1,4 @@
-"""`Transforms`: a digest of a pipeline's transformations, from which a restore finds the change."""
+"""`TransformationDigest`: a digest of transformations, by which a restore finds what changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NODE = re.compile(r"(?P<kind>\w+?)(Map|Iter)Dataset\b(\(transform=(?P<function>
 _METHODS = {"with_options": "seed", "mixed": "mix", "prefetch": "to_iter_dataset"}
 
 
-class Transforms(str):
+class TransformationDigest(str):
     """The digest of the transformations of a pipeline, which also knows their names.
 
     Attributes:
@@ -28,24 +28,25 @@ class Transforms(str):
     names: list[str]
 
     @classmethod
-    def of(cls, described: Sequence[tuple[str, Any]]) -> Transforms:
+    def of(cls, described: Sequence[tuple[str, Any]]) -> TransformationDigest:
         """Returns the digest of some transformations.
 
         Args:
             described: The text and the arguments of each transformation, from the source on.
         """
         nodes = "".join(_characters(node, 1) for node in described[:_MOST_NODES])
-        transforms = cls(_characters(described, _OF_ALL) + nodes)
-        transforms.names = [_name(text) for text, _ in described]
-        return transforms
+        digest = cls(_characters(described, _OF_ALL) + nodes)
+        digest.names = [_name(text) for text, _ in described]
+        return digest
 
     def change_since(self, saved: str) -> str:
         """Returns a sentence about the first transformation that differs from a saved pipeline.
 
         Example:
-            >>> source, decode = ("RangeMapDataset", ()), ("MapMapDataset(transform=decode)", ())
-            >>> saved = Transforms.of([source, ("ShuffleMapDataset", ())])
-            >>> Transforms.of([source, ("ShuffleMapDataset", ()), decode]).change_since(saved)
+            >>> source, shuffle = ("RangeMapDataset", ()), ("ShuffleMapDataset", ())
+            >>> decode = ("MapMapDataset(transform=decode)", ())
+            >>> saved = TransformationDigest.of([source, shuffle])
+            >>> TransformationDigest.of([source, shuffle, decode]).change_since(saved)
             '.map (decode) after .shuffle was added'
 
         Args:
@@ -57,15 +58,15 @@ class Transforms(str):
         before, after = saved[_OF_ALL:], self[_OF_ALL:]
         for change, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after).get_opcodes():
             now = " and ".join(self.names[j1:j2])
-            place = f" after {self.names[j1 - 1]}" if j1 else ""
+            where = f" after {self.names[j1 - 1]}" if j1 else ""
             if change == "insert":
-                return f"{now}{place} was added"
+                return f"{now}{where} was added"
             if change == "delete":
                 if i2 - i1 == 1:
-                    return f"a transformation{place} was removed"
-                return f"{i2 - i1} transformations{place} were removed"
+                    return f"a transformation{where} was removed"
+                return f"{i2 - i1} transformations{where} were removed"
             if change == "replace":
-                return f"{now}{place} has other arguments, or was another transformation"
+                return f"{now}{where} has other arguments, or was another transformation"
         return ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grain_shard.reading.faults import FaultRules
-from grain_shard.reading.plan import Plan
+from grain_shard.reading.host_rows import HostRows
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.streams.streams import Streams, Turn
 from grain_shard.trees import Batch
@@ -57,8 +57,8 @@ class Joiner(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamRows(Plan):
-    """The plan by which the turns of streams become batches: the padding, and this host's rows.
+class StreamRows(HostRows):
+    """How the turns of streams become batches: the padding, and this host's rows.
 
     Attributes:
         streams: The streams.

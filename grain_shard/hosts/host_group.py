@@ -1,4 +1,4 @@
-"""`Together`: the connection of an iterator to the same iterator on other hosts.
+"""`HostGroup`: the connection of an iterator to the same iterator on other hosts.
 
 The hosts compare their pipelines at the first batch. They vote on the end of streams, and tell
 each other of failures.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from grain_shard.errors import AgreementError, HostTimeoutError, StateError
 from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.compare import NOW, OWN_ROWS, Answers, compare, compare_places
+from grain_shard.hosts.compare import NOW, OWN_ROWS, Answers, compare, compare_positions
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import Listener, listener_of
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, runtime_client
@@ -29,7 +29,7 @@ _SAVE, _WRITTEN = "save {}", "written {}"
 
 
 @dataclass(frozen=True)
-class AcrossHosts:
+class GroupSettings:
     """The hosts that run an iterator together, and the fields that they compare.
 
     Attributes:
@@ -49,12 +49,12 @@ class AcrossHosts:
     shards: Sequence[int]
 
 
-class Together:
+class HostGroup:
     """The connection of an iterator to the same iterator on other hosts, if there are any.
 
     Args:
-        across: The hosts of the iterator; None if it runs on this host alone. Then most methods do
-            nothing.
+        settings: The hosts of the iterator; None if it runs on this host alone. Then most methods
+            do nothing.
         first: Number of batches before the first one of this connection.
         total: Number of all batches, with those before; None if it is not known.
         retries: Returns the number of this host's reads that were tried again so far.
@@ -62,13 +62,13 @@ class Together:
 
     def __init__(
         self,
-        across: AcrossHosts | None,
+        settings: GroupSettings | None,
         first: int = 0,
         total: int | None = None,
         retries: Callable[[], int] = int,
     ):
-        self._across, self._first, self._total, self._retries = across, first, total, retries
-        self._rounds = across and Rounds(across.hosts, across.timeout_s, across.series)
+        self._settings, self._first, self._total, self._retries = settings, first, total, retries
+        self._rounds = settings and Rounds(settings.hosts, settings.timeout_s, settings.series)
         self._alarm: Alarm | None = None
         self._listener: Listener | None = None
         self._agreed: str | None = None
@@ -77,18 +77,18 @@ class Together:
         self._tried = (0, 0.0)
 
     def until_agreed_end(
-        self, placed: Pool[T], read: Pool[Any], **how: Any
+        self, on_devices: Pool[T], read: Pool[Any], **how: Any
     ) -> Pool[T] | AgreedEnd[T]:
         """Returns the batches up to the end on which all hosts agree.
 
         Args:
-            placed: This host's batches, on the devices. On a single host they are the result.
-            read: This host's batches in host memory, from which `placed` is made.
+            on_devices: This host's batches, on the devices. On a single host they are the result.
+            read: This host's batches in host memory, from which `on_devices` is made.
             how: The other arguments of `AgreedEnd`.
         """
-        if self._across is None or self._rounds is None:
-            return placed
-        return AgreedEnd(placed, read, self._rounds, require_voters=self._require_voters, **how)
+        if self._settings is None or self._rounds is None:
+            return on_devices
+        return AgreedEnd(on_devices, read, self._rounds, require_voters=self._require_voters, **how)
 
     def _require_voters(self, missing: Callable[[], Sequence[int]]) -> None:
         if self._alarm is not None:
@@ -106,8 +106,8 @@ class Together:
             self._alarm = self._listener.open(rounds, stage, self._first, self._total)
 
     def _begin(self, rounds: Rounds) -> None:
-        if self._across is not None and not rounds.name:
-            rounds.begin(self._across.kind)
+        if self._settings is not None and not rounds.name:
+            rounds.begin(self._settings.kind)
 
     def asks(self) -> None:
         """Notes that the training loop asks for a batch. Each ``next`` of the iterator calls this.
@@ -158,7 +158,7 @@ class Together:
         Only the first call compares. A later call returns the same result.
 
         Args:
-            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
+            fields: Fields that must be the same on all hosts, besides `GroupSettings.fields`.
             digest: The digest of this host's rows of the first batch; None if there is no batch.
 
         Returns:
@@ -187,11 +187,11 @@ class Together:
         return verdict.get(NOW, "")
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
-        if self._across is None:
+        if self._settings is None:
             return fields
-        answer = {**self._across.fields, **fields}
+        answer = {**self._settings.fields, **fields}
         if digest is not None and answer["rows"] in OWN_ROWS:
-            answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
+            answer[OWN_ROWS[answer["rows"]]] = [list(self._settings.shards), digest]
         return answer
 
     def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
@@ -217,14 +217,14 @@ class Together:
         self._saves += 1
         return self._saves
 
-    def compare_places(self, save: int, fields: Mapping[str, Any]) -> None:
+    def compare_positions(self, save: int, fields: Mapping[str, Any]) -> None:
         """Raises an error unless all hosts save at the same batch.
 
         Before the first batch this does nothing.
 
         Args:
             save: The number of the save.
-            fields: The place at which this host saves, for example ``{"next batch": 8}``. It is
+            fields: The position at which this host saves, for example ``{"next batch": 8}``. It is
                 empty for a stream, whose batches are not counted. Then nothing is compared.
 
         Raises:
@@ -237,7 +237,7 @@ class Together:
         self._rounds.put(_SAVE.format(save), fields)
         self._rounds.verdict(
             _SAVE.format(save),
-            compare_places,
+            compare_positions,
             stopped=lambda: self._is_stopped,
             patience=LOOPS_MAY_TAKE,  # a host may first write a large model
         )
@@ -297,7 +297,7 @@ class Together:
         If there was no batch, this compares the pipelines, which the first batch would have done.
 
         Args:
-            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
+            fields: Fields that must be the same on all hosts, besides `GroupSettings.fields`.
 
         Raises:
             AgreementError: Another host has failed, which ended the batches; or a field differs.

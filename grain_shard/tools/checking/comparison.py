@@ -109,7 +109,7 @@ def difference_of_records(got: Any, alone: Any) -> Difference:
     return Difference(None, None, text, shortened(alone), "")
 
 
-class Part(NamedTuple):
+class BatchRange(NamedTuple):
     """Some batches in a row, and the way to them.
 
     Attributes:
@@ -121,7 +121,7 @@ class Part(NamedTuple):
     go: Callable[[ShardedIterator], object]
 
 
-class Reading:
+class Reference:
     """Some batches of a pipeline, read by one thread that reads alone, with the states before them.
 
     Args:
@@ -132,8 +132,8 @@ class Reading:
     Attributes:
         batches: The leaves of each batch, by its number.
         states: The state before each batch, as JSON; None if the pipeline has no state.
-        parts: The batches that were read: the first ones, the last ones, and some in the middle.
-        planned: Number of batches that were to be read.
+        ranges: The batches that were read: the first ones, the last ones, and some in the middle.
+        wanted: Number of batches that were to be read.
         ends_late: True if a batch came after the last one.
 
     Raises:
@@ -144,7 +144,7 @@ class Reading:
         self.batches: dict[int, Leaves] = {}
         self.states: dict[int, str | None] = {}
         self.ends_late: bool = False
-        self.parts: list[Part] = []
+        self.ranges: list[BatchRange] = []
         num_batches = alone.num_batches()
         with iter(alone) as batches:
             first = self._take(batches, 0)
@@ -155,7 +155,7 @@ class Reading:
                 )
             size = sum(array.nbytes for array in first.values()) or 1
             windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
-            self.planned = sum(map(len, windows))
+            self.wanted = sum(map(len, windows))
             for window in windows:
                 stop, go = window.start, _seek(window.start)
                 for step in window:
@@ -173,7 +173,7 @@ class Reading:
                     if stop == num_batches:
                         self.ends_late = next(batches, None) is not None
                 if stop > window.start:
-                    self.parts.append(Part(range(window.start, stop), go))
+                    self.ranges.append(BatchRange(range(window.start, stop), go))
             # The state after the last batch has all fields.
             self.last_state: str | None = _state(batches)
 
@@ -190,7 +190,7 @@ class Reading:
                 f"the batches end after {step:,}, and len(ds) is {num_batches:,}.",
                 remedy="give the source a __len__ that is its number of records.",
             )
-        self.planned = step
+        self.wanted = step
 
     @property
     def batch_rows(self) -> int:
@@ -206,13 +206,13 @@ class Reading:
         record = state["record"] + row
         return f"record {record:,} of epoch {state['epoch']} (row {row:,} of {batch})"
 
-    def restores(self) -> list[Part]:
-        """Returns the second half of each part, with a restored state, through JSON."""
-        found: list[Part] = []
-        for steps, _ in self.parts:
+    def restores(self) -> list[BatchRange]:
+        """Returns the second half of each range, with a restored state, through JSON."""
+        found: list[BatchRange] = []
+        for steps, _ in self.ranges:
             half = steps[len(steps) // 2 :]
             if (state := self.states[half.start]) is not None:
-                found.append(Part(half, _restore(state)))
+                found.append(BatchRange(half, _restore(state)))
         return found
 
 
@@ -252,7 +252,7 @@ class Comparison:
     """Compares batches with those that one thread read alone, until one differs or time is over.
 
     Args:
-        reading: The batches that one thread read alone.
+        reference: The batches that one thread read alone.
         until: Time of `time.monotonic` after which no further batch is read.
 
     Attributes:
@@ -260,14 +260,14 @@ class Comparison:
         found: The difference.
         batches: Number of batches that were compared.
         rows: Number of rows that were compared.
-        planned: Number of batches to compare.
+        wanted: Number of batches to compare.
     """
 
-    def __init__(self, reading: Reading, until: float):
-        self.reading, self.until = reading, until
+    def __init__(self, reference: Reference, until: float):
+        self.reference, self.until = reference, until
         self.step: int | None = None
         self.found: Difference | None = None
-        self.batches = self.rows = self.planned = 0
+        self.batches = self.rows = self.wanted = 0
 
     def add(self, step: int, leaves: Leaves | None, rows: np.ndarray | None = None) -> bool:
         """Compares one batch; returns True if the next one is to be read.
@@ -277,7 +277,7 @@ class Comparison:
             leaves: Its leaves; None if the pipeline ended.
             rows: The rows of the batch that are in `leaves`; None for all.
         """
-        alone = self.reading.batches[step]
+        alone = self.reference.batches[step]
         if leaves is None:
             self.found = Difference("batch", None, "the end", "a batch", "")
         else:
@@ -287,11 +287,11 @@ class Comparison:
         self.step = None if self.found is None else step
         return self.found is None and time.monotonic() < self.until
 
-    def read(self, ds: ShardedDataset, parts: Sequence[Part]) -> None:
-        """Reads parts of a pipeline, and compares them."""
-        self.planned = sum(len(steps) for steps, _ in parts)
+    def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange]) -> None:
+        """Reads ranges of batches, and compares them."""
+        self.wanted = sum(len(steps) for steps, _ in ranges)
         with iter(ds) as batches:
-            for steps, go in parts:
+            for steps, go in ranges:
                 go(batches)
                 for step in steps:
                     batch: Any = next(batches, None)
@@ -310,9 +310,9 @@ class Comparison:
         Returns:
             True if the batches of the next host are to be read.
         """
-        full = self.reading.batch_rows
-        for steps, _ in self.reading.parts:
-            self.planned += len(steps)
+        full = self.reference.batch_rows
+        for steps, _ in self.reference.ranges:
+            self.wanted += len(steps)
             start = host.position_at(step=steps.start, record=None) if steps.start else None
             opened = host.open(start)
             try:
@@ -320,7 +320,7 @@ class Comparison:
                     item = next(opened.batches, None)
                     if item is None and host.ends_by_vote:
                         break  # other hosts have rows, and this host would add padding
-                    num_rows = rows_in(self.reading.batches[step])
+                    num_rows = rows_in(self.reference.batches[step])
                     # Without padding, a short batch has the first of the rows of a full one.
                     rows = layout.rows(num_rows if host.host_batch_sizes else full)
                     leaves = None if item is None else leaves_of(item[0])
@@ -333,6 +333,6 @@ class Comparison:
     def __str__(self) -> str:
         if not self.batches:
             return f"{self.rows:,} records" if self.rows else ""
-        cut = f" of {self.planned:,}" if self.batches < self.planned else ""
+        cut = f" of {self.wanted:,}" if self.batches < self.wanted else ""
         noun = "batch" if self.batches == 1 and not cut else "batches"
         return f"{self.batches:,}{cut} {noun}, {self.rows:,} rows"

@@ -1,4 +1,4 @@
-"""`Placing`: the function that a background thread calls to put each batch on the devices."""
+"""`PutOnDevices`: the function that a background thread calls to put each batch on the devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.trees import Batch
 
 
-class Placed(NamedTuple):
+class DeviceBatch(NamedTuple):
     """A global batch on the devices.
 
     Attributes:
@@ -25,7 +25,7 @@ class Placed(NamedTuple):
     size: Mapping[str, int]
 
 
-class Placer(Protocol):
+class PutBatch(Protocol):
     """A function that puts a host batch on the devices; `Assembler` is one.
 
     Attributes:
@@ -53,28 +53,28 @@ class Placer(Protocol):
         ...
 
 
-class Placing:
+class PutOnDevices:
     """A function that puts each of this host's batches on the devices, one after the other.
 
     Args:
-        placer: Puts one batch on the devices.
+        put_batch: Puts one batch on the devices.
         meter: Counts the batches.
         position: The position before the first batch.
         keeps_last: True keeps the last host batch in memory, because `padding` copies its shapes.
     """
 
-    def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):
-        self._placer, self._meter, self._position = placer, meter, position
+    def __init__(self, put_batch: PutBatch, meter: Meter, position: Position, *, keeps_last: bool):
+        self._put_batch, self._meter, self._position = put_batch, meter, position
         self._keeps_last = keeps_last
         self._last: Batch | None = None
 
-    def __call__(self, item: tuple[Batch, Position]) -> Placed:
+    def __call__(self, item: tuple[Batch, Position]) -> DeviceBatch:
         batch, self._position = item
         if self._keeps_last:
             self._last = batch
-        return self._placed(batch, self._position)
+        return self._put(batch, self._position)
 
-    def padding(self, host: HostBatches, before: int) -> Placed:
+    def padding(self, host: HostBatches, before: int) -> DeviceBatch:
         """Makes a batch that is all padding, and puts it on the devices.
 
         A host needs such batches if its stream ended before the streams of other hosts.
@@ -84,8 +84,8 @@ class Placing:
             before: Number of batches of padding before this one.
         """
         like = host.first() if self._last is None else self._last
-        return self._placed(host.padding.like(like), host.past_end(self._position, before + 1))
+        return self._put(host.padding.like(like), host.past_end(self._position, before + 1))
 
-    def _placed(self, batch: Batch, position: Position) -> Placed:
+    def _put(self, batch: Batch, position: Position) -> DeviceBatch:
         with span(PLACE):
-            return Placed(self._placer(batch), position, self._meter.placed(batch))
+            return DeviceBatch(self._put_batch(batch), position, self._meter.placed(batch))

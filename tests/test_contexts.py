@@ -1,6 +1,6 @@
 """C13: what the functions of a pipeline see, in threads and in worker processes.
 
-The signals to a whole job belong to the same world: only the loop decides what they mean.
+The signals to a whole job belong here, too: only the loop decides what they mean.
 """
 
 import contextlib

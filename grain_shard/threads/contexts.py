@@ -1,4 +1,4 @@
-"""`World`: background threads run the user's functions in the contexts of the loop's thread.
+"""`Contexts`: background threads run the user's functions in the contexts of the loop's thread.
 
 These are all `ContextVar` objects (`numpy.errstate` is one of them), JAX's meshes and those of
 JAX's settings that a thread may have for itself. Settings that guard a thread are left out, because
@@ -30,7 +30,7 @@ _SETTINGS = {
 }
 
 
-class World:
+class Contexts:
     """The contexts of the thread that makes this object."""
 
     def __init__(self):
