@@ -47,24 +47,47 @@ def replace_read_ahead(
         The stream. It is `ds` itself if there is nothing to replace, or if Grain's private
         attributes are unknown.
     """
-    known: dict[int, Any] = {}
+    try:
+        return _Replacement(ds, make_stream, check_record, check_records).of(ds)
+    except AttributeError:  # raised if this Grain names its private parts differently
+        return ds
 
-    def replaced(node: Any) -> Any:
-        if id(node) not in known:
-            known[id(node)] = replacement(node)
-        return known[id(node)]
 
-    def replacement(node: Any) -> Any:
+class _Replacement:
+    """The nodes that replace the nodes of a stream; see `replace_read_ahead`.
+
+    This is not a pair of local functions: those would refer to each other, and so keep the stream
+    and the user's functions in memory until a garbage collection.
+    """
+
+    def __init__(
+        self,
+        ds: grain.IterDataset,
+        make_stream: MakeStream,
+        check_record: CheckRecord,
+        check_records: CheckRecords,
+    ):
+        self._ds, self._make_stream = ds, make_stream
+        self._check_record, self._check_records = check_record, check_records
+        self._known: dict[int, Any] = {}
+
+    def of(self, node: Any) -> Any:
+        """Returns the node that replaces a node; the node itself if nothing in it changes."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._new(node)
+        return self._known[id(node)]
+
+    def _new(self, node: Any) -> Any:
         if isinstance(node, grain.MapDataset):
             return node
         # Without this name it is unknown if the stream has None in place of records without data.
         if (found := read_ahead(node)) is not None and hasattr(node, "_allow_nones"):
-            stream: Any = make_stream(*found)
+            stream: Any = self._make_stream(*found)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
         if type(node) is grain.experimental.InterleaveIterDataset:
-            return _interleaved(node, make_stream)
-        changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
+            return _interleaved(node, self._make_stream)
+        changed = {id(old): self.of(old) for old in node.parents if self.of(old) is not old}
         stacks = iter_batch_size(node) is not None
         if not (changed or stacks):
             return node
@@ -73,14 +96,9 @@ def replace_read_ahead(
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
         if stacks:
-            check = functools.partial(check_record, is_changed_later=node is not ds)
-            changed_node._batch_fn = _checking(changed_node._batch_fn, check, check_records)
+            check = functools.partial(self._check_record, is_changed_later=node is not self._ds)
+            changed_node._batch_fn = _checking(changed_node._batch_fn, check, self._check_records)
         return changed_node
-
-    try:
-        return replaced(ds)
-    except AttributeError:  # raised if this Grain names its private parts differently
-        return ds
 
 
 def _interleaved(node: Any, make_stream: MakeStream) -> Any:
