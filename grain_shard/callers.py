@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 _OWN = ("grain_shard", "grain")
@@ -17,6 +17,18 @@ _STDLIB = sysconfig.get_path("stdlib")
 def user_frame() -> FrameType | None:
     """Returns the frame of the innermost caller that is not in this package or in Grain."""
     return next((frame for frame in _outwards(inspect.currentframe()) if not _is_own(frame)), None)
+
+
+def loop_line() -> str:
+    """Returns the line of the user's program from which this package was called.
+
+    Returns:
+        The line, as ``train.py:40``. If all callers are installed libraries, the line of the
+        innermost one. "?" without any caller.
+    """
+    callers = [f for f in _outwards(inspect.currentframe()) if not _is_own(f) and not _is_python(f)]
+    frame = _users(callers)
+    return "?" if frame is None else _line(frame)
 
 
 def lines_in_pipelines() -> list[str]:
@@ -34,8 +46,13 @@ def _called_line(innermost: FrameType) -> str:
     frames = [*_outwards(innermost)]
     outermost = max((i for i, frame in enumerate(frames) if _is_own(frame)), default=0)
     called = [f for f in frames[:outermost] if not _is_own(f) and not _is_python(f)]
-    frame = next((f for f in called if not _is_installed(f)), next(iter(called), None))
+    frame = _users(called)
     return "" if frame is None else f"{_line(frame)} in {frame.f_code.co_name}"
+
+
+def _users(frames: Sequence[FrameType]) -> FrameType | None:
+    """Returns the first frame of the user's program; the first frame if all are of libraries."""
+    return next((f for f in frames if not _is_installed(f)), next(iter(frames), None))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import DevicePut, GrainShardError, ShardingTree
+from grain_shard import DevicePut, GrainShardError, ShardingTree, from_iterable
 from grain_shard.iteration import long_wait
 from grain_shard.threads import pool
 from tests.conftest import (
@@ -27,7 +27,7 @@ from tests.conftest import (
     numbered,
     wait,
 )
-from tests.pipelines import IN_TURN, Odd, feeds_of
+from tests.pipelines import IN_TURN, Odd, feeds_of, shared_out
 from tests.programs import run, script, start, without_grains_warning
 
 
@@ -142,17 +142,22 @@ class TestALongWait:
         monkeypatch.setattr(long_wait.logging, "log_every_n_seconds", log)
         return logged
 
-    def test_the_log_has_the_line_at_which_a_thread_is(self, mesh, kind, logged):
+    def test_the_log_has_the_lines_at_which_the_loop_and_a_thread_are(self, mesh, kind, logged):
         def decode(i):
             if i == 9:
                 assert go_on.wait(HANG_S)
             return number(i)
 
+        def loop(ds):
+            return len(list(ds))
+
         go_on = threading.Event()
         logged.then = go_on.set
-        assert len(list(kind(decode=decode).shard_to(mesh, num_threads=1))) == 10
-        text = r"has waited [1-9]\d* s for its next batch. Threads .* at test_lifecycle.py:\d+ in"
-        assert re.search(rf"{text} decode\.", logged.lines[0])
+        assert loop(kind(decode=decode).shard_to(mesh, num_threads=1)) == 10
+        at = f"at test_lifecycle.py:{loop.__code__.co_firstlineno + 1}"
+        text = rf"loop {at} has waited [1-9]\d* s for its next batch."
+        ends = r" Threads .* at test_lifecycle.py:\d+ in decode\."
+        assert re.search(text + ends, logged.lines[0])
 
     def test_it_is_logged_too_while_the_loop_waits_for_the_first_record_of_the_source(
         self, mesh, logged
@@ -184,19 +189,42 @@ class TestALongWait:
         assert "num_workers or an executor, check that the workers run." in logged.lines[0]
 
 
-def test_a_closed_iterator_frees_its_source_without_the_garbage_collector(mesh):
+# None has Grain's own `.batch` of a `MapDataset`, which refers to itself once it has made a batch.
+FREED = {
+    "random access": lambda records: records.batch(8),
+    "stream": lambda records: records.to_iter_dataset().batch(8),
+    "from_iterable": lambda records: from_iterable(lambda: ([r["id"]] * 8 for r in records)).map(
+        lambda ids: {"id": np.array(ids)}
+    ),
+    "feeds": lambda records: shared_out(records, 2, 8, grain.ReadOptions()),
+}
+
+
+@pytest.mark.parametrize("until", ["closed", "the end"])
+@pytest.mark.parametrize("batches", FREED.values(), ids=FREED)
+@pytest.mark.filterwarnings("ignore:the stream has an iterator without")
+def test_source_and_functions_are_freed_without_the_garbage_collector(mesh, batches, until):
     class Source(list):
         pass
 
-    source = Source(range(80))
+    def build(source):
+        records = grain.MapDataset.source(source).map(lambda i: number(source[i]))
+        return batches(records).shard_to(mesh)
+
+    source = Source(range(24))
     gone = weakref.ref(source)
     gc.collect()
     gc.disable()
     try:
-        ds = grain.MapDataset.source(source).map(number).batch(8).shard_to(mesh)
-        with iter(ds) as batches:
-            next(batches)
-        del source, ds, batches
+        iterator = iter(build(source))
+        del source
+        if until == "closed":
+            next(iterator)
+            iterator.close()
+        else:
+            assert len(list(iterator)) >= 3
+        assert gone() is not None
+        del iterator
         eventually(lambda: gone() is None)
     finally:
         gc.enable()
