@@ -33,10 +33,10 @@ changing_runs: order each epoch, missing seed, shuffle requires a seed
 coming_from: webdataset, collate_fn, DistributedSampler, batch per host, IterableDataset
 coming_from: batch size per host, per host batch size, random_map, np.random in __getitem__
 coming_from: random_map augmentation, augmentation random
-contract: padding, thread, lock, thread safe, batch size, global batch size, last batch
+contract: padding, batch size, global batch size, last batch
 contract: number of steps, reproducible
 data: parquet, Dataset, numpy arrays, pad sequences, variable length sequences, bucketing by length
-data: bfloat16, mixed precision
+data: bfloat16, mixed precision, thread, lock, thread safe
 evaluation: mask, evaluation, validation, validation set, loss divides by padding
 evaluation: held-out evaluation, validation during training, train and eval, train and eval together
 evaluation: interleave evaluation with training, eval set not divisible
@@ -83,7 +83,7 @@ recipes: keras BackupAndRestore resume in the middle of an epoch
 saving: how do I resume training on fewer hosts, continue from checkpoint after crash
 versions: which versions of jax are supported, backward compatible checkpoint format
 buckets: dataset too big to download on every host
-contract: can't pickle, strings in batch
+contract: strings in batch
 evaluation: Fetching value for jax.Array that spans non-addressable devices is not possible
 other_machines: An attempt has been made to start a new process
 troubleshooting: checkpoint does not match, DEADLINE_EXCEEDED: Barrier timed out, deadlock
