@@ -11,9 +11,9 @@ REMEDY = (
 
 def lines_of(answers, remedy=REMEDY):
     """The lines between the first, which is always the same, and the remedy."""
-    if not (verdict := compare(answers)):
+    if not (error := compare(answers).error):
         return []
-    first, *lines, last = verdict["error"].splitlines()
+    first, *lines, last = error.splitlines()
     assert (first, last) == ("the hosts do not run the same pipeline.", remedy)
     return lines
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard.errors import HostTimeoutError, ShardingError
+from grain_shard.errors import HostTimeoutError
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.iteration.device_batches import PutOnDevices
 from grain_shard.reading.padding import Padding
@@ -21,12 +21,12 @@ from tests.conftest import eventually
 from tests.on_hosts import KeyValues
 
 
-def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad", placed=None):
+def agreed(batches, rounds=None, *, buffer_size=2, remainder="pad"):
     """A host's batches, up to the end that it agrees on with the others."""
     options, same = {"name": "grain-shard-test"}, lambda item: item
     read = mapped(same, Items(iter(batches)), size=buffer_size, **options)
     return AgreedEnd(
-        mapped(same, read if placed is None else Items(placed), size=1, **options),
+        mapped(same, read, size=1, **options),
         read,
         rounds or KeyValues().rounds(0, 1),
         remainder=remainder,
@@ -102,20 +102,6 @@ def test_a_host_that_does_not_vote_is_waited_for_ten_times_as_long_after_the_fir
     votes.loop_waits(599.0)
     with pytest.raises(HostTimeoutError, match="hosts 0, 1, 2 did not answer in time"):
         store.of_host(0, lambda: votes.loop_waits(601.0))
-
-
-def test_an_error_of_a_comparison_comes_in_place_of_the_end():
-    """Records are compared beside the first batch. A stream may end with that batch."""
-
-    def compared():
-        yield "batch"
-        raise ShardingError("another thread read another value", remedy="hold a lock")
-
-    batches = agreed(["batch"], placed=compared())
-    assert next(batches) == "batch"
-    with pytest.raises(ShardingError, match="another value"):
-        next(batches)
-    batches.close()
 
 
 def test_a_scalar_stays_what_it_is_in_padding():

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from grain_shard.hosts.verdict import Verdict
+
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # longest value of a field in a message; the end of a longer one is cut off
 # The field for the digest of the first whole batch. Hosts with rows="global" compare it, because
@@ -36,20 +38,19 @@ _SAME = (
 )
 
 
-def compare(answers: Answers) -> dict[str, Any]:
+def compare(answers: Answers) -> Verdict:
     """Compares the answers of all hosts.
 
     Args:
         answers: The fields of each host, by host.
 
     Returns:
-        The verdict as JSON. If a field differs, it is ``{"error": message}``, which names the hosts
-        and the field. If only the restored state has another record, it is
-        ``{"changed": message}``. If nothing differs, it is ``{NOW: digest}``, or ``{}`` if no host
-        has a digest.
+        The verdict. If a field differs, it is an `error`, which names the hosts and the field. If
+        only the restored state has another record, it is `changed`. If nothing differs, the hosts
+        have `agreed` on the digest of the source's first record, or on "" if no host has one.
 
     Example:
-        >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
+        >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}}).error)
         the hosts do not run the same pipeline.
           seeds: 1 on hosts 0, 1; 7 on host 2
           remedy: run the same script with the same arguments, files and checkpoint on every host.
@@ -71,20 +72,20 @@ def compare(answers: Answers) -> dict[str, Any]:
         remedies.insert(0, same + _DIVIDED * divided)
     lines += [line for line, _ in wrong_rows]
     problem = "the hosts do not run the same pipeline."
-    return {"error": _message(problem, lines, " Or ".join(remedies))}
+    return Verdict(error=_message(problem, lines, " Or ".join(remedies)))
 
 
-def compare_positions(answers: Answers) -> dict[str, Any]:
+def compare_positions(answers: Answers) -> Verdict:
     """Compares the positions at which the hosts save their iterators.
 
     Args:
         answers: The fields of each host's next batch, by host.
 
     Returns:
-        The verdict as JSON: ``{"error": message}`` if a field differs, else ``{}``.
+        The verdict, which is an `error` if a field differs.
 
     Example:
-        >>> print(compare_positions({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
+        >>> print(compare_positions({0: {"next batch": 8}, 1: {"next batch": 7}}).error)
         the hosts are not at the same batch, so a global batch had rows of two batches.
           next batch: 8 on host 0; 7 on host 1
           remedy: call next equally often on every host. To look at a batch on one host alone,
@@ -96,23 +97,23 @@ def compare_positions(answers: Answers) -> dict[str, Any]:
         " over the dataset before .shard_to."
     )
     lines = differences(answers)
-    return {"error": _message(problem, lines, remedy)} if lines else {}
+    return Verdict(error=_message(problem, lines, remedy) if lines else "")
 
 
 def _message(problem: str, lines: Iterable[str], remedy: str) -> str:
     return "\n".join([problem, *lines, f"  remedy: {remedy}"])
 
 
-def _compare_records(answers: Answers) -> dict[str, Any]:
+def _compare_records(answers: Answers) -> Verdict:
     read = {host: answer for host, answer in answers.items() if answer.get(NOW)}
     if line := difference(NOW, read):
         error = "the hosts read different records at the same index of their source."
         remedy = f"{_SAME} and give all hosts all records: slice by no jax.process_index()."
-        return {"error": _message(error, [line], remedy)}
+        return Verdict(error=_message(error, [line], remedy))
     now = next((answer[NOW] for answer in read.values()), "")
     saved = next((answer[SAVED] for answer in answers.values() if answer.get(SAVED)), now)
     if saved == now or not now:
-        return {NOW: now} if now else {}
+        return Verdict(agreed=now)
     error = (
         "the source has changed since the state was saved: it has other records at the same index."
     )
@@ -120,7 +121,8 @@ def _compare_records(answers: Answers) -> dict[str, Any]:
         f"{_SAME} and restore with the records of the saved run. If they were changed on purpose,"
         " call batches.set_state(batches.get_state()) after this error, to go on at the same place."
     )
-    return {"changed": _message(error, [f"  {NOW}: saved {saved!r}, now {now!r}"], remedy)}
+    line = f"  {NOW}: saved {saved!r}, now {now!r}"
+    return Verdict(changed=_message(error, [line], remedy))
 
 
 def differences(answers: Answers) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
+from grain_shard.hosts.verdict import Verdict
 from grain_shard.spans import AGREE, counted_by, counter, span
 from grain_shard.threads.mapped import mapped
 from grain_shard.threads.pool import Pool
@@ -28,7 +29,7 @@ from grain_shard.threads.producer import Producer
 T = TypeVar("T")
 
 
-def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str, str]:
+def decide(remainder: str, same_rows: bool, answers: Answers) -> Verdict:
     """Returns the verdict on the votes of all hosts.
 
     Args:
@@ -40,33 +41,33 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
         answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
-        The number of batches that every host hands out before the next vote. It is 0 if all hosts
-        end. An error is ``{"error": message}``.
+        The verdict. If it is no `error`, the hosts have `agreed` on the number of batches that
+        every host hands out before the next vote. The number is 0 if all hosts end.
 
     Example:
-        >>> decide("pad", False, {0: 4, 1: 2, 2: 0})
+        >>> decide("pad", False, {0: 4, 1: 2, 2: 0}).agreed
         2
-        >>> decide("drop", False, {0: 4, 1: 2, 2: 0})
+        >>> decide("drop", False, {0: 4, 1: 2, 2: 0}).agreed
         0
     """
     ended = [host for host, ready in answers.items() if ready == 0]
     if len(ended) in (0, len(answers)):
-        return min(answers.values())
+        return Verdict(agreed=min(answers.values()))
     problem = (
         f"the streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]}) end"
         " earlier than the streams of the other hosts."
     )
     if same_rows:
-        return {
-            "error": 'with rows="global" every host must produce the same batches, but'
+        return Verdict(
+            error='with rows="global" every host must produce the same batches, but'
             f" {problem}\n"
             "  remedy: read the same files with the same seed on every host, or shard the source by"
             ' grain_shard.ShardByMesh and pass rows="local".'
-        }
+        )
     if remainder == "error":
         remedy = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
-        return {"error": f"{problem}\n  remedy: {remedy}"}
-    return min(filter(None, answers.values())) if remainder == "pad" else 0
+        return Verdict(error=f"{problem}\n  remedy: {remedy}")
+    return Verdict(agreed=min(filter(None, answers.values())) if remainder == "pad" else 0)
 
 
 class _Votes(Producer[int]):
@@ -93,7 +94,7 @@ class _Votes(Producer[int]):
         self,
         read: Pool[Any],
         rounds: Rounds,
-        decide: Callable[[Answers], Any],
+        decide: Callable[[Answers], Verdict],
         require_voters: Callable[[Callable[[], list[int]]], None],
     ):
         self._read, self._rounds, self._decide = read, rounds, decide
@@ -149,13 +150,15 @@ class _Votes(Producer[int]):
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
             raise known.end
         self._rounds.put(round_, max(0, ready))
-        more = self._rounds.verdict(
+        verdict = self._rounds.verdict(
             round_, self._decide, stopped=lambda: self._stopped, patience=math.inf
         )
-        if more and self.number:
+        if verdict is None:
+            return None
+        if verdict.agreed and self.number:
             # All hosts have voted again, so all have read the previous verdict.
             self._rounds.forget(str(self.number - 1))
-        return more
+        return verdict.agreed
 
     def _is_worth_a_vote(self) -> bool:
         """Returns True if a vote about the new batches is due.
@@ -226,7 +229,9 @@ class AgreedEnd(Producer[T]):
 
     def __next__(self) -> T:
         if self._agreed <= self.taken:
-            self._wait_for_verdict()
+            self.start()
+            self._wait_for_own_batch()
+            self._wait_for_votes()
         known, taken = self._read.known(), self.taken
         if known.results > taken or not isinstance(known.end, StopIteration):
             batch = next(self._on_devices)
@@ -235,36 +240,34 @@ class AgreedEnd(Producer[T]):
         self._votes.handed_out += 1
         return batch
 
-    def _wait_for_verdict(self) -> None:
+    def _wait_for_own_batch(self) -> None:
+        """Waits until this host has read its next batch, or will not need it any more.
+
+        It needs no more batches if its stream has ended, or if the votes have: another host may
+        have ended or failed.
+        """
+        self._read.wake()  # the voting thread may have enough batches for a vote now
+
+        def need_not_wait() -> bool:
+            own, votes = self._read.known(), self._voting.known()
+            return own.results > self.taken or own.end is not None or votes.end is not None
+
+        self._read.wait_for(need_not_wait, on_wait=self._on_wait)
+
+    def _wait_for_votes(self) -> None:
         """Waits until all hosts have agreed to hand out the next batch.
+
+        This host now waits only for the votes of other hosts.
 
         Raises:
             StopIteration: All hosts end, or the iterator was stopped.
             AgreementError: The process of a host has ended, a host is late, or a stream ended early
                 and `decide` makes that an error.
+            BaseException: The error of this host's stream, in place of its next batch.
         """
-        taken = self.taken
-        self.start()
-        self._read.wake()  # the voting thread may have enough batches for a vote now
-
-        def need_not_wait() -> bool:
-            # The votes may end before this host has a batch, if another host has failed.
-            own, votes = self._read.known(), self._voting.known()
-            return own.results > taken or (own.end, votes.end) != (None, None)
-
-        try:
-            self._read.wait_for(need_not_wait, on_wait=self._on_wait)
-            # From here on this host waits only for the votes of other hosts.
-            with counted_by(self._counter), span(AGREE):
-                while self._agreed <= taken:
-                    self._agreed = next(self._voting)
-        except StopIteration:
-            own = self._read.known()
-            if own.end is not None and own.results <= taken:
-                next(
-                    self._on_devices
-                )  # raises its end, which may be an error of a later comparison
-            raise
+        with counted_by(self._counter), span(AGREE):
+            while self._agreed <= self.taken:
+                self._agreed = next(self._voting)
 
     def stop(self) -> None:
         self._voting.stop()

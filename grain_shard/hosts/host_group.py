@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from grain_shard.errors import AgreementError, HostTimeoutError, StateError
 from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.compare import NOW, OWN_ROWS, Answers, compare, compare_positions
+from grain_shard.hosts.compare import OWN_ROWS, Answers, compare, compare_positions
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.listener import Listener, listener_of
 from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, runtime_client
 from grain_shard.hosts.series import Series
+from grain_shard.hosts.verdict import Verdict
 from grain_shard.threads.pool import Pool
 
 T = TypeVar("T")
@@ -182,9 +183,9 @@ class HostGroup:
         verdict = self._verdict(_START, answer, compare)
         if verdict is None:  # the iterator was closed
             raise StopIteration
-        if "changed" in verdict:
-            raise StateError(verdict["changed"])
-        return verdict.get(NOW, "")
+        if verdict.changed:
+            raise StateError(verdict.changed)
+        return verdict.agreed
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         if self._settings is None:
@@ -194,7 +195,9 @@ class HostGroup:
             answer[OWN_ROWS[answer["rows"]]] = [list(self._settings.shards), digest]
         return answer
 
-    def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
+    def _verdict(
+        self, round_: str, answer: Any, decide: Callable[[Answers], Verdict]
+    ) -> Verdict | None:
         if self._rounds is None:
             return decide({0: answer})
         self._rounds.put(round_, answer)
@@ -256,7 +259,7 @@ class HostGroup:
         """
         if self._rounds is not None:
             self._rounds.put(_WRITTEN.format(save), True)
-            self._rounds.verdict(_WRITTEN.format(save), lambda answers: True)
+            self._rounds.verdict(_WRITTEN.format(save), lambda answers: Verdict())
             self._rounds.forget(_WRITTEN.format(save - 2))
 
     def failed(self, error: BaseException) -> None:

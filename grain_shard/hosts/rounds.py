@@ -19,6 +19,7 @@ import jax
 from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, differences, hosts_text
 from grain_shard.hosts.series import Series
+from grain_shard.hosts.verdict import Verdict
 
 # Milliseconds. A long wait is divided into calls of this length, so that it ends soon after the
 # iterator is closed. With more than 500 hosts a call lasts one millisecond for each host, because
@@ -176,17 +177,17 @@ class Rounds(Store):
     def verdict(
         self,
         round_: str,
-        decide: Callable[[Answers], Any],
+        decide: Callable[[Answers], Verdict],
         *,
         stopped: Callable[[], bool] = lambda: False,
         patience: float = 1.0,
-    ) -> Any:
+    ) -> Verdict | None:
         """Waits for the verdict of a round.
 
         Args:
             round_: The round.
-            decide: Computes the verdict from the answers, by host. The verdict has to be a value
-                that `json.dumps` takes. Only the first host calls this function.
+            decide: Computes the verdict from the answers, by host. Only the first host calls this
+                function.
             stopped: Returns True to end the wait without a verdict.
             patience: Number of times `timeout_s` that this host waits. A host that is not the first
                 waits 5 seconds longer, because the first host's verdict may come late.
@@ -195,7 +196,7 @@ class Rounds(Store):
             The verdict; None if `stopped` ended the wait.
 
         Raises:
-            AgreementError: The verdict is ``{"error": message}``.
+            AgreementError: The verdict is an `error`.
             HostTimeoutError: A host did not answer in time. The message names the host.
         """
         wait_s = patience * self.timeout_s + (0.0 if self.is_leader else _GRACE_S)
@@ -203,12 +204,13 @@ class Rounds(Store):
         while not stopped():
             verdict = self._try_verdict(round_, decide)
             if verdict is None and time.monotonic() > until:
-                verdict = self._settle(round_, {"silent": self.missing(round_)})
+                verdict = self._settle(round_, Verdict(silent=self.missing(round_)))
             if verdict is not None:
-                return self._checked(verdict)
+                self._raise_error_of(verdict)
+                return verdict
         return None
 
-    def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
+    def _try_verdict(self, round_: str, decide: Callable[[Answers], Verdict]) -> Verdict | None:
         """Waits for the verdict for half a second at most, or longer with over 500 hosts.
 
         The first host computes the verdict and posts it, once all hosts have answered. Until then,
@@ -219,7 +221,7 @@ class Rounds(Store):
         """
         slice_ms = max(_SLICE_MS, len(self.hosts))
         if not self.is_leader:
-            return self.wait(_verdict(round_), slice_ms)
+            return self._posted(round_, slice_ms)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
         if missing:
@@ -242,26 +244,33 @@ class Rounds(Store):
         if self.is_leader:
             self.delete(_verdict(round_))
 
-    def _settle(self, round_: str, verdict: Any) -> Any:
+    def _settle(self, round_: str, verdict: Verdict) -> Verdict | None:
         """Posts a verdict, unless the round has a verdict already; returns the verdict that counts.
 
         Not only the first host posts: a host that stops waiting posts an error as the verdict. So a
         first host that comes late reads the error, and does not go on alone.
         """
-        key = _verdict(round_)
-        return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)
+        is_first = self.put_once(_verdict(round_), verdict.to_json())
+        return verdict if is_first else self._posted(round_, _SLICE_MS)
 
-    def _checked(self, verdict: Any) -> Any:
-        """Returns a verdict, unless it is an error, which all hosts raise.
+    def _posted(self, round_: str, wait_ms: int) -> Verdict | None:
+        """Waits for the verdict that a host posts; returns None if there is none after the wait."""
+        posted = self.wait(_verdict(round_), wait_ms)
+        return None if posted is None else Verdict.from_json(posted)
+
+    def _raise_error_of(self, verdict: Verdict) -> None:
+        """Raises the error of a verdict, if it is one of the rounds themselves.
 
         Raises:
-            AgreementError: The verdict is ``{"error": message}``.
-            HostTimeoutError: The verdict is ``{"silent": hosts}``: they did not answer in time.
+            AgreementError: The verdict is an `error`.
+            HostTimeoutError: Hosts were `silent`: they did not answer in time.
         """
-        if not isinstance(verdict, dict) or not verdict.keys() & {"error", "silent"}:
-            return verdict
-        silent = "silent" in verdict
-        error = self.late(verdict["silent"]) if silent else AgreementError(verdict["error"])
+        if verdict.silent:
+            error = self.late(verdict.silent)
+        elif verdict.error:
+            error = AgreementError(verdict.error)
+        else:
+            return
         error.series = self.name
         raise error
 
