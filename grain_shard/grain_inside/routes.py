@@ -157,7 +157,7 @@ class Route:
         Raises:
             ValueError: A batched read returned more or fewer elements than it was asked for.
         """
-        elements = self._lower_end(recovery, by_grain=len(self.indices) > 1)
+        elements = self._elements(recovery, by_grain=len(self.indices) > 1)
         try:
             is_read = isinstance(elements, list | ArrayRows)
             return elements if is_read else _taken(elements, recovery)
@@ -166,30 +166,52 @@ class Route:
             # frame and error would keep each other in memory.
             del elements
 
-    def _lower_end(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
-        """Returns the elements of `ds`, or an iterator that reads one at each ``next``.
+    def _elements(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
+        """Returns the elements of `ds`, without applying the functions.
+
+        If one call can read all of them, they are read now. If not, the result is an iterator that
+        reads one element at each ``next``.
 
         Args:
             recovery: The rules for failed reads.
             by_grain: True lets Grain evaluate all elements of an unknown node in one call.
         """
-        mixed = below_mixture(self.ds, self.indices)
-        if mixed is not None:
-            used, part_of = np.unique(mixed[0], return_inverse=True)
-            ways = [route(self.ds.parents[i], mixed[1][mixed[0] == i]) for i in used.tolist()]
-            parts = [way.each(recovery) for way in ways]
-            arrays = [part for part in parts if isinstance(part, ArrayRows)]
-            if parts and len(arrays) == len(parts):
-                return ArrayRows.merged(arrays, part_of)
-            streams = [iter(part) for part in parts]
-            return (next(streams[i]) for i in part_of.tolist())
+        if (mixed := below_mixture(self.ds, self.indices)) is not None:
+            return self._of_mixture(*mixed, recovery)
+        if (read := self._batched_read(by_grain=by_grain)) is None:
+            return self._one_by_one(recovery)
+        return self._many(read, self.indices, recovery) if len(self.indices) else []
+
+    def _of_mixture(
+        self, parents: np.ndarray, indices: np.ndarray, recovery: Recovery
+    ) -> ArrayRows | Iterator[Any]:
+        """Returns the elements of a mixture, as `_elements` does.
+
+        Args:
+            parents: int64[n], the number of the parent of each element.
+            indices: int64[n], the index of each element in its parent.
+            recovery: The rules for failed reads.
+        """
+        used, part_of = np.unique(parents, return_inverse=True)
+        ways = [route(self.ds.parents[i], indices[parents == i]) for i in used.tolist()]
+        parts = [way.each(recovery) for way in ways]
+        arrays = [part for part in parts if isinstance(part, ArrayRows)]
+        if parts and len(arrays) == len(parts):
+            return ArrayRows.merged(arrays, part_of)
+        streams = [iter(part) for part in parts]
+        return (next(streams[i]) for i in part_of.tolist())
+
+    def _batched_read(self, *, by_grain: bool) -> BatchedRead | None:
+        """Returns the function that reads many elements of `ds` in a call; None if there is none.
+
+        Args:
+            by_grain: True allows Grain's own function of an unknown node.
+        """
         read = batched_read_of(self.ds)
         if read is None and by_grain and type(self.ds) is not nodes.SOURCE:
             getitems = getattr(self.ds, "_getitems", None)
             read = getitems and (lambda indices: getitems(indices.tolist()))
-        if read is None:
-            return self._one_by_one(recovery)
-        return self._many(read, self.indices, recovery) if len(self.indices) else []
+        return read
 
     def finish(self, elements: Elements, recovery: Recovery = AT_ONCE, start: int = 0) -> Elements:
         """Applies the functions of the route to elements that `read` returned.
@@ -212,7 +234,7 @@ class Route:
         A source that reads many elements in a call is an exception: it reads all elements at once,
         and only the functions are applied one element at a time.
         """
-        elements = self._lower_end(recovery, by_grain=False)
+        elements = self._elements(recovery, by_grain=False)
         if isinstance(elements, ArrayRows) and not self.steps:
             return elements
         return self._up(_let_go(elements) if isinstance(elements, list) else elements, recovery)
