@@ -166,9 +166,9 @@ class BatchBuilder:
             return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
 
     def _leave_out_bad(self, rows: list[Any], start: int) -> None:
-        """Replaces each `Unreadable` row by a row of zeros, and counts its record as bad.
+        """Replaces each `Unreadable` row by a placeholder, and counts its record as bad.
 
-        Padding overwrites the row of zeros when the batch is finished. If the rules do not let a
+        Padding overwrites the placeholder when the batch is finished. If the rules do not let a
         record be left out, the record's error is raised.
         """
         bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
@@ -176,12 +176,12 @@ class BatchBuilder:
             if not self.faults.may_leave_out(rows[i].error):
                 raise self._named(rows[i], start + i)
         # No row here can tell the structure. Several rows are made at a time only once it is known.
-        empty = self.template.stacker(self.faults).empty_row
+        placeholder = self.template.stacker(self.faults).placeholder
         for i in bad:
             record = int(self.records[start + i])
             self.faults.leave_out(rows[i], self.template.records, record)
             self._bad_rows.append(start + i)
-            rows[i] = empty
+            rows[i] = placeholder
 
     def _named(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of an unreadable record, with a note that names the record.

@@ -234,7 +234,8 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
         size: Number of rows to pad to.
         padding: The rules: values of padding, and the key of the mask. The mask is ``bool[size]``,
             False in rows of padding.
-        bad_rows: Row numbers of the batch to overwrite with padding, in place.
+        bad_rows: Row numbers of the batch to overwrite with padding, in place. These rows are
+            placeholders.
 
     Raises:
         ShardingError: A mask is wanted, and the batch is not a mapping with string keys or has the

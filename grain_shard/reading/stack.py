@@ -79,8 +79,8 @@ class RowStacker:
         self._of_many: dict[int, Any] = {}  # maps n to the structure of a tuple of n rows
 
     @functools.cached_property
-    def empty_row(self) -> Any:
-        """A row of zeros with the structure, shapes and dtypes of all rows."""
+    def placeholder(self) -> Any:
+        """A row to write in the place of a missing one, which `pad_batch` overwrites."""
         return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
     def empty(self, num_rows: int) -> list[np.ndarray]:

@@ -250,10 +250,8 @@ class FeedJoiner(Joiner):
             rows += [of_feed[i] for i in kept if i < len(of_feed)]
             if padding is not None and (count := sum(i >= len(of_feed) for i in kept)):
                 missing += range(len(rows), len(rows) + count)
-                rows += [stacker.empty_row] * count
+                rows += [stacker.placeholder] * count
             feeds += [feed] * (len(rows) - len(feeds))
-        if missing and padding is not None:
-            padding.warn_if_unmasked()
         arrays = stacker.empty(len(rows))
         stacker.write(arrays, rows, 0, feeds)
         batch = stacker.batch(arrays)
