@@ -17,7 +17,7 @@ class DeviceBatch(NamedTuple):
     Attributes:
         batch: The global batch.
         position: The position after the batch.
-        size: The number of "records" and the number of "bytes" in this host's rows of the batch.
+        size: The "records" and the "bytes" of this host's rows.
     """
 
     batch: Batch
@@ -30,26 +30,19 @@ class PutBatch(Protocol):
 
     Attributes:
         mesh_axes: Names and sizes of the mesh axes; empty without a mesh.
-        digest: The digest of this host's rows of the first batch. It is "" before that batch, if
-            all these rows are padding, and if hosts do not compare them.
+        digest: The digest of this host's rows of the first batch. "" before that batch, if all of
+            these rows are padding, or if hosts do not compare their rows.
     """
 
     mesh_axes: tuple[tuple[str, int], ...]
     digest: str
 
     def __call__(self, batch: Batch) -> Batch:
-        """Puts this host's rows on its devices, and returns the global batch.
-
-        Args:
-            batch: The host batch, as a tree of NumPy arrays.
-        """
+        """Puts a host batch, a tree of NumPy arrays, on the devices; returns the global batch."""
         ...
 
     def describe(self) -> dict[str, str]:
-        """Returns the shape, dtype and spec of each leaf of the first batch as text, by path.
-
-        Hosts compare these texts.
-        """
+        """Returns texts that hosts compare: shape, dtype and spec of each leaf, by its path."""
         ...
 
 
@@ -75,12 +68,12 @@ class PutOnDevices:
         return self._put(batch, self._position)
 
     def padding(self, host: HostBatches, before: int) -> DeviceBatch:
-        """Makes a batch that is all padding, and puts it on the devices.
+        """Puts a batch on the devices that is all padding.
 
-        A host needs such batches if its stream ended before the streams of other hosts.
+        A host hands out such batches if its stream ends before the streams of other hosts.
 
         Args:
-            host: This host's batches. The padding has the shapes and dtypes of these batches.
+            host: This host's batches, whose shapes and dtypes the padding gets.
             before: Number of batches of padding before this one.
         """
         like = host.first() if self._last is None else self._last

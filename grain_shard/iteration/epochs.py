@@ -40,16 +40,16 @@ class Epochs(ShardedIterator):
     Args:
         host: This host's batches, of all epochs.
         num_epochs: Number of epochs.
-        how: The other arguments of `ShardedIterator`.
+        options: The other arguments of `ShardedIterator`.
     """
 
-    def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The number of moves before the epoch that was handed out last, and the number of that
-        # epoch. A reference to its `EpochBatches` would make a cycle: then only the
-        # garbage collector would end the threads of an abandoned iterator.
+    def __init__(self, host: RandomAccess, *, num_epochs: int, **options: Any):
+        # The last epoch that was handed out: `_moves` at that time, and the epoch's number. A
+        # reference to its `EpochBatches` would be a cycle, so that only the garbage collector would
+        # end the threads of an abandoned iterator.
         self._last: tuple[int, int] | None = None
         self._num_epochs, self._has_ended = num_epochs, False
-        super().__init__(host, **how)
+        super().__init__(host, **options)
 
     def __len__(self) -> int:
         """Returns the number of epochs. The length of each item is its number of batches."""
@@ -92,10 +92,9 @@ class Epochs(ShardedIterator):
         return cast(RandomAccess, self._host)
 
     def _after_last(self) -> tuple[Position, int]:
-        """Returns the position at which the next epoch begins, and that epoch's number of batches.
+        """Returns the position at which the next epoch begins, and its number of batches.
 
-        The next epoch is the epoch that ``next`` hands out next. After a restore inside an epoch,
-        it is the rest of that epoch.
+        After a restore inside an epoch, the next epoch is the rest of that epoch.
         """
         host, position = self._batches, self._position
         if self._last == (self._moves, host.pass_of(position)[0]):
@@ -103,22 +102,14 @@ class Epochs(ShardedIterator):
         return position, host.pass_of(position)[1]
 
     def _rewind(self, epoch: int) -> EpochBatches:
-        """Goes to the first batch of an epoch, and returns the epoch's batches once more.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Goes back to the first batch of an epoch, and returns the epoch's batches once more."""
         self._go_to(self._batches.start_of_pass(epoch), self._digest)
         return next(self)
 
     def _is_past(self, epoch: int) -> bool:
-        """Returns True if another epoch was handed out after a given epoch.
+        """Returns True if another epoch was handed out after this one.
 
-        The result is False if `set_state`, `seek` or `reset` was called after the other epoch was
-        handed out.
-
-        Args:
-            epoch: Number of an epoch that was handed out.
+        `set_state`, `seek` and `reset` begin anew: after them the result is False.
         """
         moves, last = self._last or (None, epoch)
         return moves == self._moves and last != epoch
@@ -126,10 +117,9 @@ class Epochs(ShardedIterator):
     def _left(self, moves: int, stop: int) -> int:
         """Returns the number of batches from the current position to the end of an epoch.
 
-        The result is 0 if the iterator has gone to another position since the epoch was handed out.
-
         Args:
-            moves: The number of moves when the epoch was handed out.
+            moves: `_moves` when the epoch was handed out. If the iterator was sent elsewhere since
+                then, no batch of the epoch is left.
             stop: Number of batches before the end of the epoch, from the beginning of the pipeline.
         """
         return max(0, stop - self._position.step) if moves == self._moves else 0
@@ -152,7 +142,7 @@ class EpochBatches(Iterator[Batch]):
         self._stop, self._is_new = epochs._position.step + num_batches, True
 
     def __len__(self) -> int:
-        """Returns the number of all batches of this iterator, also of those already handed out."""
+        """Returns the number of batches, including those that were already handed out."""
         return self._num_batches
 
     def __repr__(self) -> str:
@@ -162,8 +152,7 @@ class EpochBatches(Iterator[Batch]):
     def __iter__(self) -> EpochBatches:
         """Returns this iterator.
 
-        If another epoch was handed out before this iterator has handed out its first batch, this
-        goes back to the beginning of this iterator's epoch.
+        If the loop over epochs went on before this iterator was used, this goes back to its epoch.
         """
         if self._is_new and self._epochs._is_past(self.epoch):
             self.reset()
@@ -176,10 +165,10 @@ class EpochBatches(Iterator[Batch]):
         """
         self.__dict__.update(vars(self._epochs._rewind(self.epoch)))
 
-    if not TYPE_CHECKING:  # so that type checkers, too, refuse an attribute that it lacks
+    if not TYPE_CHECKING:  # so that type checkers refuse a missing attribute, too
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises an AttributeError, which names a method that the iterator over epochs has."""
+            """Raises an AttributeError, with a hint if the iterator over epochs has the method."""
             text = f"'EpochBatches' object has no attribute {name!r}"
             if not name.startswith("_") and hasattr(Epochs, name):
                 text += (
@@ -189,7 +178,7 @@ class EpochBatches(Iterator[Batch]):
             raise AttributeError(text)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        """Raises a TypeError: an item of `epochs` is no batch, but the batches of an epoch."""
+        """Raises a TypeError: an item of `epochs` is not a batch, but the batches of an epoch."""
         raise TypeError(
             f"an item of ds.epochs(n) is an iterator over the batches of an epoch, so [{key!r}] is"
             " not one of its leaves.\n"

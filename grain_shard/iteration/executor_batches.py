@@ -39,17 +39,16 @@ _LARGE_BYTES = 2**20
 _KEPT = 8
 
 # The result of a task: the leaves of a batch, its structure, counts of failed reads, the seconds of
-# work, and the name of the worker. If the batch cannot be made, the result is the error. From
-# another process the structure comes as bytes, because most executors cannot send a class of the
-# main script, such as a NamedTuple.
+# work, and the name of the worker; or the pipeline's error. Another process sends the structure as
+# bytes, because most executors cannot send a class of the main script, such as a NamedTuple.
 Made = tuple[list[Any], Any, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
     """Batches that an executor makes.
 
-    As a producer it hands out the batches' numbers. Its method `made` returns the batch of a
-    number.
+    As a producer it hands out only the numbers of the batches. The threads that get a number call
+    `made`, which gets the batch from the executor.
 
     Args:
         executor: Runs the tasks. The user shuts it down.
@@ -90,6 +89,8 @@ class ExecutorBatches(Producer[int]):
     def made(self, index: int) -> Batch:
         """Has the executor make a batch, and waits for it. Several threads may call this at once.
 
+        If the executor loses the task, the task is submitted again after a pause.
+
         Args:
             index: The number of the batch.
 
@@ -106,9 +107,9 @@ class ExecutorBatches(Producer[int]):
             future, tries = self._submitted(index), tries + 1
             try:
                 with span(READ, part=TASK):
-                    found = self._result(future)
+                    made = self._result(future)
                 break
-            except Exception as error:  # an error of the executor: a task returns its own errors
+            except Exception as error:  # of the executor: a task returns the pipeline's errors
                 if self._is_stopped or tries == self._tries:
                     raise GrainShardError(
                         f"the executor {self._name} did not make batch {index} (tries: {tries}):"
@@ -126,9 +127,9 @@ class ExecutorBatches(Producer[int]):
                 )
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
-        if isinstance(found, BaseException):
-            raise found
-        leaves, structure, counts, seconds, worker = found
+        if isinstance(made, BaseException):
+            raise made
+        leaves, structure, counts, seconds, worker = made
         self._faults.add(counts)
         now = time.perf_counter()
         record(Span(WORK, worker, now - seconds, now))
@@ -161,7 +162,7 @@ class _Pipeline:
     """The pipeline of a task. Threads of this process use it as it is, other workers a copy.
 
     Args:
-        packed: The pickled pair of the batches and the rules for failed reads.
+        packed: The pickled pair (batches, rules for failed reads).
         pair: The pair itself; None in a copy.
     """
 
@@ -169,7 +170,6 @@ class _Pipeline:
         self._packed, self._pair, self.is_here = packed, pair, pair is not None
 
     def opened(self) -> tuple[Batching, FaultRules]:
-        """Returns the pair of the batches and the rules."""
         return self._pair or _kept(self._packed)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,16 +177,7 @@ class _Pipeline:
 
 
 def make_batch(pipeline: _Pipeline, index: int) -> Made:
-    """Makes one batch in a worker of the executor.
-
-    Args:
-        pipeline: The pipeline.
-        index: The number of the batch.
-
-    Returns:
-        A tuple (leaves of the batch, structure of the batch, counts of failed reads, seconds of
-        work, name of the worker); or the error, if the batch cannot be made.
-    """
+    """Makes one batch in a worker of the executor; see `Made` for the result."""
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
         batch, counts = counted_batch(*pipeline.opened(), index)
@@ -203,19 +194,15 @@ def make_batch(pipeline: _Pipeline, index: int) -> Made:
 def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:
     """Reads a batch in a worker; returns it with the counts of failed reads.
 
-    Args:
-        batching: The batches.
-        rules: The rules for failed reads.
-        index: The number of the batch.
-
     Raises:
-        BaseException: The error of the pipeline. A StopIteration becomes a RuntimeError.
+        BaseException: The error of the pipeline. A StopIteration becomes a RuntimeError, because it
+            would end the worker.
     """
     faults = Faults(rules, is_worker=True)
     try:
         return batching.read_batch(index, faults), faults.counts()
     except StopIteration as error:
-        Raised.of(error).throw()  # as a RuntimeError: a StopIteration would end the worker
+        Raised.of(error).throw()  # as a RuntimeError
 
 
 @functools.lru_cache(_KEPT)

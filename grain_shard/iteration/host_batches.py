@@ -32,14 +32,13 @@ THREAD = "grain-shard-host"
 class Opened(NamedTuple):
     """This host's batches from one position on, made in the background.
 
-    The functions hold no reference to `batches`. So an object that keeps a function does not keep
-    the threads alive.
+    The functions hold no reference to `batches`: who keeps a function does not keep threads alive.
 
     Attributes:
         position: The position before the first batch.
         batches: The pairs (host batch, position after it).
-        total: Number of all batches, with those before the position; None if it is not known. After
-            a restore it may differ from `HostBatches.num_batches`, which has no other batch size.
+        total: Number of all batches, including those before the position; None if unknown. It
+            differs from `HostBatches.num_batches` after a restore with another batch size.
         first_digest: Returns the digest of the first whole batch, if every host reads the same
             whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
@@ -58,18 +57,18 @@ class HostBatches(ABC):
     """This host's batches of a pipeline, which can be opened at any position.
 
     Attributes:
-        kind: The kind of the pipeline. It stands in states, and hosts compare it.
+        kind: The kind of the pipeline, which states contain and hosts compare.
         ends_by_vote: True if the pipeline has no length, so that the hosts have to vote on its end.
-        rows: The rows that the pipeline yields on each of several hosts: "global" for the same
-            whole batches, of which the host keeps its rows; "local" for rows of its own; "feeds"
-            for the rows of its feeds.
+        rows: What the pipeline yields on each of several hosts. "global": the same whole batches,
+            of which the host keeps its rows. "local": only the host's own rows. "feeds": the rows
+            of the host's feeds.
         compared: The fields that must be the same on all hosts.
         first_record: The digest of the source's first record, to compare with other hosts and with
             states.
         padding: The values of rows of padding, and the key of their mask.
         own_feeds: The feeds of this host; empty unless the pipeline is made of feeds.
-        keeps_streams: True if the streams of the user run in this process. A thread of one run must
-            not be inside a stream when the next run begins.
+        keeps_streams: True if the user's streams run in this process. Then all threads must have
+            left the streams before the iterator opens them at another position.
         reads_other_rows: True if this host reads whole batches to keep some of their rows.
         host_batch_sizes: Rows of this host in a full batch, one number for each size that a full
             global batch may have. Empty if all full batches have the same size.
@@ -112,24 +111,21 @@ class HostBatches(ABC):
         """
 
     def require_new_pass(self) -> None:  # noqa: B027
-        """Raises an error if the source allows only one pass, and that pass has begun.
+        """Refuses another pass over the source.
 
         Raises:
-            ShardingError: The source does not allow another pass.
+            ShardingError: The source allows only one pass, and that pass has begun.
         """
 
     @abstractmethod
     def next_batch(self, position: Position) -> Mapping[str, Any]:
-        """Returns the number of the next batch, as fields that hosts compare.
+        """Returns fields that hosts compare: the number of the next batch.
 
-        If the position counts records, a second field has the first record of the batch.
-
-        Args:
-            position: The position before the next batch.
+        If the position counts records, a second field has the first record of that batch.
         """
 
     def position_at(self, *, step: int | None, record: int | None) -> Position:
-        """Returns the position before a step, or before a record. One of the two is given.
+        """Returns the position of a `seek`, which gives either a step or a record.
 
         Args:
             step: Number of batches before the position, from the beginning of the pipeline.
@@ -158,16 +154,16 @@ class HostBatches(ABC):
         """
 
     def past_end(self, position: Position, batches: int) -> Position:
-        """Returns the position after batches of padding, which follow the end of this host's rows.
+        """Returns the position after batches of padding, which follow this host's last rows.
 
         Args:
             position: The position after the last batch with rows of this host.
-            batches: Number of batches of padding after it.
+            batches: Number of batches of padding since then.
         """
         return position
 
     def why_unsaved(self) -> str:
-        """Returns why no state can be saved, with the remedy; "" if it can, or before a batch."""
+        """Returns why no state can be saved, with the remedy; "" if no reason is known so far."""
         return ""
 
     @abstractmethod

@@ -87,9 +87,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._open(None)
 
     def __repr__(self) -> str:
-        axes = describe_mesh(
-            self._inputs.put_batch.mesh_axes
-        )  # "" without a mesh, on a single device
+        axes = describe_mesh(self._inputs.put_batch.mesh_axes)  # "" without a mesh
         mesh = f", mesh ({axes})" if axes else ""
         begun = "under way" if self._run.is_started else "not begun"
         phase = "closed" if self._is_closed else begun
@@ -102,8 +100,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             position: The position before its first batch; None for the beginning.
             digest: The digest of a restored state that is not compared with the source yet; or "".
         """
-        # True if an interrupt came while the run was used or changed. The run is then of no more
-        # use: a batch may be missing. The next call closes it and opens another one.
+        # True while a run is opened, and after an interrupt, which may have cost the run a batch.
+        # The next call then closes the run and opens another one.
         self._is_broken = True
         self._run = self._contexts.run(Run, self._inputs, position)
         self._position, self._digest = self._run.begins_at, digest
@@ -119,7 +117,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._meter.handed_out(size)
             return batch
         except BaseException as error:
-            self._position = position  # an interrupt may have come after the batch
+            self._position = position  # an interrupt may have come after the assignment above
             self._break_unless_raised_again(error)
             raise
 
@@ -139,8 +137,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         differ, that call raises a `StateError`.
 
         Args:
-            state: The value that ``get_state`` returned. A storage may have changed the types of
-                its values, such as ints to arrays without axes.
+            state: The value that ``get_state`` returned. A storage may have turned its ints into
+                arrays without axes.
 
         Raises:
             StateError: The state was saved by another pipeline, or its values were changed. The
@@ -157,7 +155,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def write_state(self, directory: Any) -> None:
         """Writes the state into files of an existing folder, for a program without Orbax.
 
-        Every host has to call this with the same folder, at the same batch.
+        Every host must call this with the same folder, at the same batch.
 
         Args:
             directory: The folder, a path.
@@ -182,10 +180,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _begin_save(
         self, *, in_step: bool = False
     ) -> tuple[Callable[[], None], Callable[[Any], None]]:
-        """Returns two functions for any thread: one compares the hosts, and one writes the state.
+        """Returns `compare`, which checks that all hosts save the same batch, and `write`.
+
+        `write` writes the present state into a folder. Any thread may call the two, now or later.
 
         Args:
-            in_step: True if the second function returns only after all hosts have written.
+            in_step: True if `write` returns only after all hosts have written.
         """
         state, feeds, group = self.get_state(), self._host.own_feeds, self._run.group
         fields = self._host.next_batch(self._position)
@@ -196,7 +196,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             if in_step and not is_shared(state):
                 group.wait_until_written(save)
 
-        return lambda: group.compare_positions(save, fields), write
+        def compare() -> None:
+            group.compare_positions(save, fields)
+
+        return compare, write
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
@@ -244,7 +247,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
 
-        Each evaluation then has the same batches. With several hosts, every host has to call this.
+        Each evaluation then has the same batches. With several hosts, every host must call this.
 
         Raises:
             ShardingError: The pipeline is a stream that allows only one pass.
@@ -254,11 +257,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._go_to(None)
 
     def _open_anew(self, position: Position | None, digest: str) -> None:
+        """Closes the run, and opens another one at a position.
+
+        Raises:
+            GrainShardError: A thread is still inside the user's stream. The call may be repeated.
+        """
         self._is_broken = True
         try:
             self._run.close()  # before the next run opens, which may read from the same source
         except Exception:
-            if not self._run.is_running:  # an error of the user's own close, and no interrupt
+            # The user's own close has failed, but every thread has ended.
+            if not self._run.is_running:
                 self._open(position, digest)
             raise
         if self._host.keeps_streams and self._run.is_running:
@@ -279,8 +288,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             An awaitable that ends when the files are written. If each host writes its own files, it
             ends when all hosts have written theirs.
         """
-        # Orbax renames the folder when the first host is done. So each host waits until all hosts
-        # have written.
+        # `in_step`, because Orbax renames the folder as soon as the first host is done.
         compare, write_files = self._begin_save(in_step=True)
 
         async def write() -> None:
@@ -295,8 +303,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Returns:
             An awaitable that does nothing, because `load` itself has restored the state.
         """
-        # The state is restored here and not in `done`, because Orbax reports an error of `done` as
-        # an error of another handler.
+        # Restored here and not in `done`, whose errors Orbax reports as those of another handler.
         self.read_state(directory)
 
         async def done() -> None:
@@ -310,10 +317,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return Stats(meter.total(), meter.recent(), meter.faults())
 
     def start_prefetch(self) -> None:
-        """Starts to make batches in the background, before the first ``next``.
-
-        A second call does nothing.
-        """
+        """Starts making batches before the first ``next``; a second call does nothing."""
         self._require_open()
         if self._is_broken:  # by an interrupt
             with reopening():
@@ -330,9 +334,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         This waits at most 5 seconds for a thread that is inside the user's code.
 
         Raises:
-            BaseException: An object of the user, such as a source, raised it while it was closed.
-                A note of the error names the object. Everything else is closed by then. The error
-                is logged instead if `close` is never called or has stopped waiting.
+            BaseException: An object of the user, such as a source, could not be closed. A note of
+                the error names the object. Everything else is closed by then. The error is logged
+                instead if `close` is never called or has stopped waiting.
         """
         self._is_closed = True
         self._run.close()
@@ -358,7 +362,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         except Exception as error:
             if exc is None:
                 raise
-            log_unclosed(error)  # only logged, because the user has to see the loop's own error
+            log_unclosed(error)  # only logged, because the user must see the loop's own error
 
     def __del__(self) -> None:
         if (run := getattr(self, "_run", None)) is not None:
@@ -366,9 +370,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
 
 def state_writer(iterator: ShardedIterator) -> Callable[[Any], None]:
-    """Compares the batches of the hosts; returns a function that writes the present state.
+    """Checks that all hosts are at the same batch; returns a function that writes this state.
 
-    Every host has to call this. Any thread may call the function, now or later, with the folder.
+    Every host must call this. Any thread may call the function, now or later, with the folder.
 
     Raises:
         AgreementError: The hosts are not at the same batch.

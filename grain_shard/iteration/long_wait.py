@@ -1,4 +1,4 @@
-"""The line in the log that says that the training loop has waited long for its next batch."""
+"""Logs that the training loop has been waiting long for its next batch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from absl import logging
 
 from grain_shard.callers import lines_in_pipelines, loop_line
 
-# Least seconds of a wait that is logged, and least seconds between two such lines. The first read
-# of a bucket, or the start of worker processes, takes less.
+# A wait is logged once it is this long, and then at most this often. The first read of a bucket,
+# and the start of worker processes, take less.
 _LONG_S = 60.0
 
 
 def log_long_wait(waited_s: float) -> None:
-    """Logs once a minute which loop waits, and where the functions of pipelines are.
+    """Logs once a minute which loop waits, and which lines of the pipeline its threads are at.
 
-    The thread of the loop calls this inside ``next``, so that its line is known. The line tells a
-    loop over training data from a loop over evaluation data.
+    The thread of the loop calls this inside ``next``, so that the loop's line is known. That line
+    tells a training loop from an evaluation loop.
 
     Args:
         waited_s: The seconds that the loop has waited so far for one batch.

@@ -6,7 +6,7 @@ import copy
 import functools
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,6 +43,8 @@ ENDLESS = sys.maxsize >> 24
 
 class RandomAccess(HostBatches):
     """The batches of a `MapDataset`.
+
+    The `Cuts` of its batching know with which record each batch begins.
 
     Args:
         batching: This host's batches. No other object refers to their arrays.
@@ -84,13 +86,10 @@ class RandomAccess(HostBatches):
         return self._batching.num_epochs // self._passes
 
     def pass_of(self, position: Progress) -> tuple[int, int]:
-        """Returns the pass that has the next batch, and the number of batches left in that pass.
+        """Returns the number of the next batch's pass, and how many batches of it are left.
 
-        A pass goes over the dataset once, as ``iter(ds)`` does. `repeated` makes several passes.
-        They count from 0. After the last batch, the result is (number of passes, 0).
-
-        Args:
-            position: The position before the next batch.
+        A pass goes over the dataset once, as ``iter(ds)`` does. `repeated` makes several passes,
+        which count from 0. After the last batch, the result is (number of passes, 0).
         """
         epochs = self._epochs_of_a_pass
         cuts, number = self._batching.cuts.beginning_at(position), position.epoch // epochs
@@ -102,16 +101,12 @@ class RandomAccess(HostBatches):
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
-        """Returns the position before the first batch of the next pass.
-
-        Args:
-            position: A position in the current pass.
-        """
+        """Returns the position before the first batch of the pass after this position's pass."""
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
     def start_of_pass(self, number: int) -> Progress:
-        """Returns the position before the first batch of a pass. Passes count from 0."""
+        """Returns the position before the first batch of a pass."""
         cuts = self._batching.cuts
         return cuts.progress(cuts.steps_before(number * self._epochs_of_a_pass))
 
@@ -143,52 +138,61 @@ class RandomAccess(HostBatches):
 
     def open(self, position: Progress | None) -> Opened:
         start = self._batching.cuts.progress(0) if position is None else position
-        batching = self._batching.beginning_at(start)
-        cuts, total = batching.cuts, batching.num_batches()
-        indices = range(start.step, total)
-        settings, rules = self._settings, self._settings.fault_rules
-        faults, buffer_size = Faults(rules), settings.cpu_buffer_size
-
-        def position_after(index: int) -> Progress:
-            return cuts.progress(index + 1)
-
+        batching, settings = self._batching.beginning_at(start), self._settings
+        total, faults = batching.num_batches(), Faults(settings.fault_rules)
+        indices, reads = range(start.step, total), ReadThreads  # as in `Opened`: not measured
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, faults)
+            batches = self._from_executor(tasks, batching, start.step)
+        elif settings.num_workers and indices:
+            batches = self._from_workers(batching, indices, faults)
+        else:
+            batches, reads = self._from_threads(batching, indices, faults)
+        return Opened(start, batches, total, reads=reads, faults=faults.counts)
 
-            def made(index: int) -> tuple[Batch, Progress]:
-                batch = tasks.made(index)
-                if index == indices.start:
-                    self.first_record.run()
-                return batch, position_after(index)
-
-            batches = mapped(made, tasks, size=buffer_size, num_threads=buffer_size, name=THREAD)
-            return Opened(start, batches, total, faults=faults.counts)
-        if settings.num_workers and indices:
-            of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
-            workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
-            numbers = iter(indices)
-
-            def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
-                batch, counts = item
+    def _from_executor(
+        self, tasks: ExecutorBatches, batching: Batching, first: int
+    ) -> Pool[tuple[Batch, Progress]]:
+        def made(index: int) -> tuple[Batch, Progress]:
+            batch = tasks.made(index)
+            if index == first:
                 self.first_record.run()
-                faults.add(counts)
-                return owned(batch), position_after(next(numbers))
+            return batch, batching.cuts.progress(index + 1)
 
-            # A buffer of one: while the loop trains, a thread copies the next batch out of the
-            # shared memory of the workers.
-            batches = mapped(taken, workers, size=1, name=THREAD)
-            return Opened(start, batches, total, faults=faults.counts)
-        most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
+        size = self._settings.cpu_buffer_size
+        return mapped(made, tasks, size=size, num_threads=size, name=THREAD)
+
+    def _from_workers(
+        self, batching: Batching, indices: range, faults: Faults
+    ) -> Pool[tuple[Batch, Progress]]:
+        rules, size, numbers = faults.rules, self._settings.cpu_buffer_size, iter(indices)
+        of_worker = functools.partial(_batches_of_worker, batching, rules, indices.start)
+        workers = WorkerProcesses(of_worker, self._settings.num_workers, buffer_size=size)
+
+        def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
+            batch, counts = item
+            self.first_record.run()
+            faults.add(counts)
+            return owned(batch), batching.cuts.progress(next(numbers) + 1)
+
+        # A buffer of one: while the loop trains, a thread copies the next batch out of the shared
+        # memory of the workers.
+        return mapped(taken, workers, size=1, name=THREAD)
+
+    def _from_threads(
+        self, batching: Batching, indices: range, faults: Faults
+    ) -> tuple[Pool[tuple[Batch, Progress]], Callable[[], ReadThreads]]:
+        settings, size = self._settings, self._settings.cpu_buffer_size
+        most = min(MOST_THREADS, size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most, alone=batching.reads_many)
         reads = BatchReads(
-            batching, indices, buffer_size, pace, faults=faults, first_record=self.first_record
+            batching, indices, size, pace, faults=faults, first_record=self.first_record
         )
-        batches = Pool(reads, buffer_size, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)
 
-        return Opened(start, batches, total, reads=threads, faults=faults.counts)
+        return Pool(reads, size, pace=pace, name=THREAD), threads
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))
@@ -204,22 +208,20 @@ class RandomAccess(HostBatches):
         return {KIND: self.kind, **self._counted(position), **packed(fingerprint)}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
-        """Raises an error if the state and this pipeline count in different units.
-
-        A position counts either records or whole batches.
+        """Refuses a state that counts records if this pipeline counts batches, and vice versa.
 
         Raises:
-            StateError: One of the two counts records and the other counts batches.
+            StateError: The state and this pipeline count in different units.
         """
         if (self._RECORD in state) == self._batching.counts_records:
             return
-        whole, cut = "the pipeline of the state", "the current pipeline"
+        by_batch, by_record = "the pipeline of the state", "the current pipeline"
         if not self._batching.counts_records:
-            whole, cut = cut, whole
+            by_batch, by_record = by_record, by_batch
         raise StateError(
-            f"the state does not fit: {whole} counts its position in batches, because of a"
+            f"the state does not fit: {by_batch} counts its position in batches, because of a"
             " batch_fn, or of a .map, slice or shuffle after .batch. But"
-            f" {cut} counts its position in records.\n"
+            f" {by_record} counts its position in records.\n"
             "  remedy: restore with the pipeline that saved the state."
         )
 
@@ -237,22 +239,24 @@ class RandomAccess(HostBatches):
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
         if state.get(KIND) == self.kind and self._STEP in state:
-            same = all(state.get(name, value) == value for name, value in current.items())
-            if same or not all(key in state for key in keys):
+            # Another unit is the best explanation if nothing else differs, or if the state lacks
+            # what a position of this pipeline has. Otherwise `check_fingerprint` explains more.
+            fits = all(state.get(name, value) == value for name, value in current.items())
+            if fits or not all(key in state for key in keys):
                 self._require_counted_alike(state)
-        current = {KIND: self.kind, **current}
-        step = shortened(state.get(self._STEP))
-        go_on = (
-            f"call batches.seek({step}) in place of the restore. The run goes on at that step, but"
-            " records of that epoch may come twice, or not at all."
-        )
         check_fingerprint(
-            state, current, kind="a random-access pipeline", keys=keys, if_data_changed=go_on
+            state,
+            {KIND: self.kind, **current},
+            kind="a random-access pipeline",
+            keys=keys,
+            if_data_changed=f"call batches.seek({shortened(state.get(self._STEP))}) in place of the"
+            " restore. The run goes on at that step, but records of that epoch may come twice, or"
+            " not at all.",
         )
         if progress is None:
-            stands = ", ".join(f"{key} {shortened(state[key])}" for key in keys)
+            place = ", ".join(f"{key} {shortened(state[key])}" for key in keys)
             raise StateError(
-                f"the state is at {stands}, and this dataset of"
+                f"the state is at {place}, and this dataset of"
                 f" {self._batching.num_batches():,} batches has no such position.\n  remedy:"
                 " give the pipeline at least as many epochs as the pipeline that saved the state,"
                 " by .repeat(n) or .epochs(n); and pass the state that get_state() returned,"
@@ -261,34 +265,37 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Mapping[str, Any]) -> Progress | None:
-        """Returns the position of a state; None if the state has none, or one past this dataset."""
+        """Returns the position of a state; None if this dataset has no such position."""
         cuts, epochs = self._batching.cuts, self._batching.num_epochs
         step, epoch, record = (state.get(key, 0) for key in (self._STEP, self._EPOCH, self._RECORD))
         if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
             return None
         if not self._batching.counts_records:
             return cuts.progress(step) if step <= self._batching.num_batches() else None
-        within = epoch < epochs and record <= cuts.records
-        if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
-            return None  # a position past the end, or more batches than records
+        is_inside = epoch < epochs and record <= cuts.records
+        is_end = (epoch, record) == (epochs, 0)
+        has_more_batches_than_records = step > epoch * cuts.records + record
+        if not (is_inside or is_end) or has_more_batches_than_records:
+            return None
         return Progress(step, epoch, record)
 
 
 def _refuse_state_of_grain(state: Any) -> None:
-    """Raises a `StateError` with the `seek` that goes on, if Grain's own iterator saved the state.
+    """Raises a `StateError` if Grain's own iterator saved the state; it names the `seek` to use.
 
     An `ElasticIterator` counts records. Grain's other iterators over random access count elements,
     with ``.mp_prefetch`` for each worker, and do not say how many records an element had.
     """
     match state:
-        case {"global_next_index": int(count)}:
+        case {"global_next_index": int(count)}:  # an ElasticIterator
             remedy = f"call batches.seek(record={count})"
         case {"next_index": int()} | {"iterators_in_use_states": [{"next_index": int()}, *_]}:
-            count = 0
+            count = 0  # elements that all workers have handed out
             for worker in state.get("iterators_in_use_states", [state]):
                 match worker:
                     case {"next_index": int(given)}:
                         count += given
+            # Each process has read as many elements of its own slice of the records.
             processes = state.get(PROCESSES)
             records = count * (processes if type(processes) is int else jax.process_count())
             remedy = (
@@ -307,12 +314,10 @@ def _refuse_state_of_grain(state: Any) -> None:
 def _whole_number(name: str, value: Any) -> int | None:
     """Converts an integer of NumPy or JAX, such as a training state's step, to an int.
 
-    Args:
-        name: The name of the value in an error.
-        value: The value. None stays None.
+    None stays None.
 
     Raises:
-        ShardingError: The value is not an integer.
+        ShardingError: The value is not an integer. The text calls it `name`.
     """
     if value is None:
         return None
@@ -330,8 +335,7 @@ def _batches_of_worker(
     """Makes every `num_workers`-th batch from batch `start + worker` on, in a worker process.
 
     Returns:
-        An iterator over pairs (batch, counts of failed reads). It reads a batch when it is asked
-        for that batch.
+        An iterator over (batch, counts of failed reads), which reads a batch at each ``next``.
     """
     indices = range(start + worker, batching.num_batches(), num_workers)
     return map(functools.partial(counted_batch, batching, rules), indices)

@@ -64,23 +64,24 @@ class Run:
         self.group: HostGroup = HostGroup(
             inputs.group_settings, num_before, opened.total, lambda: faults().retries
         )
-        # The threads refer to `put` and `group`, and not to self: a thread that refers to self
-        # would keep the run from being collected.
-        # A single host makes no batches of padding, because no other stream ends later.
-        keeps_last = host.ends_by_vote and inputs.group_settings is not None
+        # Host batches go to the devices, and from there to the end that all hosts agree on. The
+        # threads of these stages refer to `put` and `group`, and not to self: a thread that refers
+        # to self would keep the run from being collected.
         group = self.group
 
-        def waits(waited_s: float) -> None:
+        def on_wait(waited_s: float) -> None:
             log_long_wait(waited_s)
             group.waits(waited_s)
 
+        # A single host makes no batches of padding, because no other stream ends later.
+        keeps_last = host.ends_by_vote and inputs.group_settings is not None
         put = PutOnDevices(inputs.put_batch, meter, self.begins_at, keeps_last=keeps_last)
         self._on_devices: Pool[DeviceBatch] = mapped(
             put,
             opened.batches,
             size=inputs.device_buffer_size,
             name="grain-shard-device",
-            on_wait=waits,
+            on_wait=on_wait,
         )
         self.stage: Pool[DeviceBatch] | AgreedEnd[DeviceBatch] = self._on_devices
         if host.ends_by_vote:
@@ -90,7 +91,7 @@ class Run:
                 remainder=host.padding.remainder,
                 same_rows=host.rows == GLOBAL,
                 padding=lambda before: put.padding(host, before),
-                on_wait=waits,
+                on_wait=on_wait,
             )
         meter.opens(opened.reads, faults)
 
@@ -113,8 +114,8 @@ class Run:
     def next(self, position: Position, digest: str) -> DeviceBatch:
         """Waits for the next batch and returns it.
 
-        If an error or the end comes in its place, this tells the other hosts. At the first batch,
-        the hosts also compare their pipelines.
+        If an error or the end comes instead, this tells the other hosts. At the first batch, the
+        hosts also compare their pipelines.
 
         Args:
             position: The position before the batch.
@@ -161,10 +162,12 @@ class Run:
         try:
             self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
         except BaseException as error:
+            # The end of this host's batches, or the error of one of them, comes in a later `next`.
+            # The first batch can be compared nevertheless.
             end = self._batches.known().end
             if error is not end and not isinstance(end, StopIteration):
                 raise
-        record.run()  # if no thread has read it, because no other batch is made
+        record.run()  # reads the record if no thread of the batches has read it
         fields = {**host.next_batch(position), **put_batch.describe()}
         fields |= {NOW: record.digest, SAVED: digest}
         if first_digest := self._first_digest():
@@ -173,10 +176,10 @@ class Run:
         self._has_compared = True
 
     def raises_again(self, error: BaseException) -> bool:
-        """Returns True if `next` raises an error again at each later call.
+        """Returns True if each later call of `next` raises this error again.
 
-        An error of a background thread, or of this package, is raised again. Any other error is an
-        interrupt, after which a batch may be missing: the run is then of no more use.
+        Errors of background threads and of this package are raised again. Any other error is an
+        interrupt, after which a batch may be missing: then this run must not be used any more.
 
         Args:
             error: The error that ended a call of `start` or `next`.
@@ -187,7 +190,7 @@ class Run:
         if isinstance(error, GrainShardError):
             self.end = self.end or Raised(error, error.__traceback__)
         elif (failure := self.group.interruption(error)) is not None:
-            # Before the other hosts are told, because a second interrupt may cut that short.
+            # Set before the other hosts are told: a second interrupt may cut the telling short.
             self.end = Raised(failure, None)
             self.group.failed(error)
         else:

@@ -18,19 +18,19 @@ class Settings:
     A new option is a field of this class and an argument of `shard_to`.
 
     Attributes:
-        shardings: Shardings of every leaf of the batch.
+        shardings: The sharding of each leaf of a batch.
         cpu_buffer_size: Most batches in host memory, ready or being made.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
         num_threads: Number of threads that read a `MapDataset`, or run feeds, side by side. None
-            adapts the number while the pipeline runs. For a stream, the most threads of its
-            ``.to_iter_dataset``.
+            adapts the number while the pipeline runs. For a stream, the limit for the threads of
+            its ``.to_iter_dataset``.
         num_workers: Number of Grain worker processes, which make the batches of a `MapDataset` or
             run this host's feeds. 0 uses threads of this process.
         executor: Makes the batches of a `MapDataset` in other processes, at most `cpu_buffer_size`
             batches at a time. None makes them in this process.
-        rows: The rows that a stream yields on each of several hosts: "global" for the same whole
-            batches on every host, "local" for rows of its own. None takes the argument `rows` of
-            `from_iterable`. On several hosts one of the two arguments has to be given.
+        rows: What a stream yields on each of several hosts: "global" for the same whole batches,
+            "local" for the host's own rows. None takes the argument `rows` of `from_iterable`. On
+            several hosts one of the two arguments must be given.
         timeout_s: Longest time that one host waits for another, in seconds.
         fault_rules: The rules for failed reads.
     """

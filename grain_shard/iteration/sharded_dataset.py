@@ -26,20 +26,15 @@ from grain_shard.trees import Batch
 class ShardedDataset(grain.IterDataset):
     """A dataset of global batches on the devices, which `shard_to` returns.
 
-    Attributes:
-        host: This host's batches, which an iterator opens at any position.
-        settings: The options of `shard_to`.
-        layout: The rows of a global batch that this host reads.
-        to_devices: False if iterators hand out `host_rows`.
-
     Args:
-        parent: This host's batches, as a Grain dataset.
-        host: The `HostBatches` that iterators open, at any position. It yields the same batches,
-            each with the position after it, from which a saved state resumes.
+        parent: This host's batches, as a Grain dataset, for Grain's walks up the pipeline.
+        host: The same batches, as iterators open them at any position.
         settings: The options of `shard_to`.
-        records_per_batch: Returns the number of records in a full global batch; None if it is not
-            known.
+        records_per_batch: Returns the number of records in a full global batch; None if unknown.
         to_devices: False leaves the batches on the host; see `host_rows`.
+
+    Attributes:
+        layout: The rows of a global batch that this host reads.
 
     Example:
         >>> import grain_shard, jax
@@ -63,7 +58,7 @@ class ShardedDataset(grain.IterDataset):
         self.settings: Settings = settings
         self.layout: BatchLayout = settings.shardings.layout()
         self._series = Series()
-        self._is_warned = False  # True once the log has a line on a state that cannot be saved
+        self._is_warned = False  # True once a warning was logged that no state can be saved
         self._records_per_batch = records_per_batch
 
     @property
@@ -83,18 +78,17 @@ class ShardedDataset(grain.IterDataset):
         return batches
 
     def num_batches(self) -> int | None:
-        """Returns the number of batches; None for a stream or feeds, where it is not known."""
+        """Returns the number of batches; None for a stream or feeds, where it is unknown."""
         return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
         """Returns the number of records in a full global batch, without padding.
 
         If batch sizes change, this is the size of the first full batch. If a `MapDataset` does not
-        say the size, one batch is read to find it.
+        tell the size, one batch is read to find it.
 
         Returns:
-            The number of all hosts together; None for a stream whose batch size is unknown before
-            a batch is read.
+            The number, of all hosts together; None for a stream whose size only a read would show.
         """
         return self._records_per_batch()
 
@@ -102,7 +96,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
-        iterator = ShardedIterator(self.host, **self._how(self.host))
+        iterator = ShardedIterator(self.host, **self._iterator_options(self.host))
         if (why := self.host.why_unsaved()) and not self._is_warned:
             self._is_warned = True
             warn_unsaved(why)
@@ -128,20 +122,20 @@ class ShardedDataset(grain.IterDataset):
         require_int("n", n, 1)
         host = self.host.repeated(n)
         warn_of_reshuffled_slice(self.parents[0], num_epochs=n)
-        return Epochs(host, num_epochs=n, **self._how(host))
+        return Epochs(host, num_epochs=n, **self._iterator_options(host))
 
     def host_rows(self) -> ShardedDataset:
-        """Returns the same dataset, whose iterators hand out the rows of this host as NumPy arrays.
+        """Returns a dataset whose iterators hand out this host's rows as NumPy arrays.
 
-        This is for a trainer that puts the rows on the devices itself, as Keras does. All else is
-        the same: padding and mask, states, retries, and the comparison of hosts.
+        It is for a trainer that puts the rows on the devices itself, as Keras does. Everything else
+        stays the same: padding and mask, states, retries, and the comparison of hosts.
 
         Returns:
             A dataset of trees of arrays ``[host_batch_size, ...]``, with the dtypes of the records.
             They have the rows of this host's devices, in ascending order. Each row is whole, even
-            if a spec cuts it over hosts: then `jax.make_array_from_process_local_data` needs its
-            argument `global_shape`. Do not write to the arrays, which may share memory with the
-            source.
+            if a spec splits it across hosts: then `jax.make_array_from_process_local_data` needs
+            its argument `global_shape`. Do not write to the arrays: the source may share their
+            memory.
 
         Example:
             >>> import grain_shard, jax
@@ -154,8 +148,7 @@ class ShardedDataset(grain.IterDataset):
             self.parents[0], self.host, self.settings, self._records_per_batch, to_devices=False
         )
 
-    def _how(self, host: HostBatches) -> dict[str, Any]:
-        """Returns the keyword arguments of `ShardedIterator` for batches of this host."""
+    def _iterator_options(self, host: HostBatches) -> dict[str, Any]:
         return {
             "put_batch": self._assembler(),
             "device_buffer_size": self.settings.device_buffer_size,
@@ -173,8 +166,8 @@ class ShardedDataset(grain.IterDataset):
 
         Returns:
             The tree of a batch with `jax.ShapeDtypeStruct`s as leaves. A leaf of strings stays as
-            it is, with only this host's rows. For `host_rows` it is a host batch, without
-            shardings.
+            it is, with only this host's rows. For `host_rows` the tree describes a host batch, and
+            has no shardings.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has no batch.
@@ -263,8 +256,8 @@ class ShardedDataset(grain.IterDataset):
         if self.layout.num_hosts == 1:
             return None
         settings = self.settings
-        # The hosts compare these fields before the first batch is handed out. The iterator adds
-        # the fields that need a batch: its leaves, and a digest of the rows that this host read.
+        # Hosts compare these fields before the first batch is handed out. The iterator adds the
+        # fields that need a batch: its leaves, and a digest of the rows that this host read.
         fields = {
             **host.compared,
             "rows": host.rows,
