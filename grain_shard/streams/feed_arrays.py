@@ -1,7 +1,7 @@
-"""`FeedIterator`: the rows of a feed, in which leaves of other libraries are arrays.
+"""`FeedIterator`: the rows of a feed, with leaves of other libraries converted to arrays.
 
-The functions of the feed get the leaves as they are, so their arrays are made last. If that fails,
-the row's record has failed, as before ``.to_iter_dataset``.
+The functions of the feed get the leaves as they are, so they are converted last. A record whose
+leaves cannot be converted counts as unreadable, just as if reading it had failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FeedIterator(grain.DatasetIterator):
             row = read_arrays(next(self._rows), self._faults)
             if type(row) is not Unreadable:
                 return row
-            # In a feed that packs or mixes, for example, it is unknown which record is in the row.
+            # Without `_records` it is unknown which record is in the row, as in a feed that packs.
             if self._records is None:
                 Raised.of(row.error).throw()
             self._records.leave_out(row, self._rows.get_state()["next_index"] - 1)

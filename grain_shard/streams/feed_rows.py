@@ -75,9 +75,7 @@ class FeedRows(StreamRows):
 
     @functools.cached_property
     def by_feed(self) -> dict[int, list[int]]:
-        """Maps each feed that this host runs to the rows that the host keeps of that feed.
-
-        Rows are counted among the rows that the feed gives to one batch, from 0.
+        """Maps each feed that this host runs to the rows that the host keeps; see `rows_of`.
 
         Example:
             >>> import grain_shard
@@ -90,11 +88,11 @@ class FeedRows(StreamRows):
     def rows_of(self, layout: BatchLayout) -> dict[int, list[int]]:
         """Maps each feed that a host runs to the rows that the host keeps of that feed.
 
-        Rows are counted among the rows that the feed gives to one batch, from 0. Each host calls
-        this for all hosts, so it uses ranges of rows, which is fast.
+        The number of a row counts the rows that the feed gives to one batch, from 0. Each host
+        calls this for all hosts, so it works on ranges of rows, which is fast.
 
         Args:
-            layout: The rows of the host.
+            layout: The rows of a global batch that the host holds.
 
         Example:
             >>> import grain_shard
@@ -112,7 +110,7 @@ class FeedRows(StreamRows):
     def of_host(self, layout: BatchLayout) -> FeedRows:
         padding = self.padding or Padding(divisor=layout.divisor)
         own = replace(self, padding=padding, layout=layout)
-        _ = own.by_feed  # raises the error if the shards do not divide the batch size
+        _ = own.by_feed  # raises an error if the shards do not divide the batch size
         return own
 
     def begin(self, learned: Mapping[str, int]) -> FeedJoiner:
@@ -121,8 +119,8 @@ class FeedRows(StreamRows):
     def first(self, rules: FaultRules) -> Batch:
         """Returns a host batch that is all padding, for its shapes and dtypes.
 
-        One row is read to learn them. It comes from the feed with the smallest number that has a
-        row, even if this host does not run that feed.
+        One row is read to learn them: the first row of the first feed that has one. The feed may be
+        one that this host does not run.
 
         Raises:
             ShardingError: No feed has a row.
@@ -163,7 +161,7 @@ class FeedRows(StreamRows):
     def to_save(self, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
         """Returns the feeds that a host writes into a checkpoint.
 
-        Several hosts may run the same feed. The host with the smallest number writes the feed.
+        If several hosts run the same feed, the host with the smallest number writes it.
 
         Example:
             >>> import grain_shard
@@ -172,7 +170,7 @@ class FeedRows(StreamRows):
             >>> [rows.to_save(halves, host) for host in halves]
             [[0, 1], [2, 3], [], []]
         """
-        # Hosts often hold the same shards. The dict keeps one layout for all of these hosts.
+        # Hosts often hold the same shards. Only one layout of such hosts is looked at.
         before = {layout.shards: layout for other, layout in layouts.items() if other < host}
         saved_before = {feed for layout in before.values() for feed in self.rows_of(layout)}
         return [feed for feed in self.rows_of(layouts[host]) if feed not in saved_before]
@@ -232,12 +230,12 @@ class FeedJoiner(Joiner):
         return self._joined((), _stacker(turn))
 
     def _joined(self, turns: Sequence[Turn], stacker: RowStacker) -> Batch:
-        """Returns the batch of the rows that the feeds give, on this host.
+        """Returns this host's batch of the rows that the feeds give.
 
-        With padding, missing rows are padding, and the batch has the mask.
+        A row that its feed does not give is padding; without `padding` it is left out.
 
         Args:
-            turns: The turns of the feeds. A feed that has no turn gives no row.
+            turns: The turns of the feeds. A feed without a turn gives no row.
             stacker: Stacks the rows.
 
         Raises:
@@ -261,10 +259,10 @@ class FeedJoiner(Joiner):
 
 
 def _stacker(turn: Turn) -> RowStacker:
-    """Returns a stacker for rows with the tree, shapes and dtypes of a feed's next row.
+    """Returns a stacker for rows with the tree, shapes and dtypes of a turn's first row.
 
     Args:
-        turn: The turn of the feed, with at least one row.
+        turn: A turn with at least one row.
 
     Raises:
         ShardingError: The row cannot be stacked.

@@ -63,8 +63,9 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
         make_feed: Returns the stream of rows of one feed: an ordinary Grain pipeline over one part
             of the source. Its argument has ``shard_index``, the number of the feed, and
             ``shard_count``, the number of feeds. The rows must depend on these two numbers only,
-            not on the host. The feeds of a host share 16 threads that read ahead, each as many
-            records as it has rows in a batch. Smaller numbers in `grain.ReadOptions` are kept.
+            not on the host. Each feed reads ahead as many records as it gives rows to a batch, and
+            the feeds of a host share 16 threads for that. Smaller numbers in `grain.ReadOptions`
+            are kept.
         num_feeds: Number of feeds. It cannot change during a run, so it must be at least the
             largest number of hosts that the run will ever have.
 
@@ -115,7 +116,7 @@ class Feeds(Streams):
         The rows of feed 0 come first, then the rows of feed 1, and so on. ``.shard_to(mesh)`` puts
         the batches on the devices of a mesh, and each host then runs only the feeds whose rows its
         devices hold. No transformation may stand between ``.batch`` and ``.shard_to``, not even on
-        a single host: transformations of rows belong into `make_feed`.
+        a single host: put transformations of rows into `make_feed`.
 
         Without ``.shard_to``, as in a test, one process runs all feeds, and nothing is padded. A
         feed that has ended then gives no more rows, so the last batches are smaller.
@@ -155,7 +156,7 @@ class Feeds(Streams):
     def fingerprint(self) -> Fingerprint:
         """The number of feeds, and digests of the pipeline of feed 0.
 
-        The batch size is not a field: it may change, because each feed goes on at its own next row.
+        The batch size is not a field. It may change, because each feed continues with its next row.
         """
         return {NUM_FEEDS: self.num_feeds, **self._digests}
 
@@ -171,7 +172,7 @@ class Feeds(Streams):
 
         Raises:
             ShardingError: The function did not return a `grain.IterDataset`, or it returned a
-                repeated interleave, of which Grain would lose epochs after a restore.
+                repeated interleave; see `refuse_lost_epochs`.
         """
         part = grain.sharding.ShardOptions(shard_index=number, shard_count=self.num_feeds)
         try:
@@ -217,7 +218,7 @@ class Feeds(Streams):
     def failed_at_start(self, error: IndexError) -> str:
         return (
             f"the feed failed before its first row ({text_of(error)}). There may be fewer files"
-            " than feeds. Or the process has as many open files as it may have: glob then finds no"
+            " than feeds. Or the process has reached its limit of open files: glob then finds no"
             " file, and raises no error.\n  remedy: pass a num_feeds that is at most the number of"
             " files, or divide the rows, instead of the files, among the feeds. If there are enough"
             " files, raise the limit of open files (ulimit -n)."
@@ -258,7 +259,7 @@ class Feeds(Streams):
             " feeds(...).batch(B).shard_to(mesh).",
         )
 
-    if not TYPE_CHECKING:  # so that type checkers, too, refuse an attribute that feeds lack
+    if not TYPE_CHECKING:  # so that type checkers refuse a missing attribute, too
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -274,19 +275,19 @@ def _warn_of_same_rows(turns: Sequence[Turn]) -> None:
     Args:
         turns: The turns of the first batch.
     """
-    turn_of: dict[str, Turn] = {}
+    by_first_row: dict[str, Turn] = {}
     with contextlib.suppress(TypeError):  # raised if an object in a row has no digest
         for turn in turns:
-            same = turn_of.setdefault(element_digest(turn.rows[:1]), turn)
-            if same is turn or not turn.rows:
+            earlier = by_first_row.setdefault(element_digest(turn.rows[:1]), turn)
+            if earlier is turn or not turn.rows:
                 continue
-            if element_digest(same.rows) == element_digest(turn.rows):
+            if element_digest(earlier.rows) == element_digest(turn.rows):
                 logging.warning(
                     "grain_shard: feeds %d and %d begin with the same rows, so both feeds most"
                     " likely read the same records. remedy: return a different part of the source"
                     " from make_feed for each shard_index, such as"
                     " records[feed.shard_index :: feed.shard_count].",
-                    same.number,
+                    earlier.number,
                     turn.number,
                 )
                 return
@@ -295,7 +296,8 @@ def _warn_of_same_rows(turns: Sequence[Turn]) -> None:
 def _warn_of_batches(streams: Streams, row: Any, batch_size: int) -> None:
     """Logs a warning if `make_feed` ends with ``.batch``, so that each row is a batch itself.
 
-    Nothing is logged if each leaf of the row has one dim: so ``.batch`` cuts tokens into rows.
+    Nothing is logged if each leaf of the row has at most one dim, because ``.batch`` is a usual way
+    to cut a stream of tokens into rows.
 
     Args:
         streams: The feeds.

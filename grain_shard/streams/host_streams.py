@@ -27,13 +27,12 @@ class HostStreams(HostBatches):
     """This host's batches of streams.
 
     A position has the number of batches handed out and the state of each stream. So a checkpoint of
-    feeds can be divided by feed, and other hosts can read the feeds that they run.
+    feeds can be divided by feed, and each host reads the feeds that it runs.
 
     Args:
         stream_rows: The streams, and how their turns become batches of this host's rows.
-        options: The options with which the streams run. At most `options.buffer_size` batches wait
-            on the host or are unfinished. With worker processes, it may be one batch more.
-        rows: The rows that the streams yield on each of several hosts; see `HostBatches`.
+        options: The options with which the streams run.
+        rows: What the streams yield on each of several hosts; see `HostBatches`.
         saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
 
@@ -46,19 +45,15 @@ class HostStreams(HostBatches):
         rows: str = GLOBAL,
         saved_feeds: Sequence[int] | None = None,
     ):
-        self._stream_rows, self._options, self.kind, self.rows = (
-            stream_rows,
-            options,
-            stream_rows.streams.kind,
-            rows,
-        )
+        self._stream_rows, self._options = stream_rows, options
+        self.kind, self.rows = stream_rows.streams.kind, rows
         self.keeps_streams = not options.num_workers
         self.padding = stream_rows.padding or Padding(1)
         of_padding = {} if stream_rows.padding is None else stream_rows.padding.fingerprint()
         self.fingerprint = {**stream_rows.streams.fingerprint, **of_padding}
         first_stream = self._first_stream = stream_rows.streams.make(0)
         if self.kind != FEEDS:
-            self.first_record = FirstRecord()  # two hosts may have unlike streams
+            self.first_record = FirstRecord()  # not compared: each host may have its own stream
             return
         own = list(stream_rows.numbers)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
@@ -69,19 +64,20 @@ class HostStreams(HostBatches):
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
         stream_rows, options = self._stream_rows, self._options
         faults = Faults(options.fault_rules)
-        made = StreamBatches(stream_rows, faults, position, self.first_record)
+        maker = StreamBatches(stream_rows, faults, position, self.first_record)
         reads = StreamReads(
             faults, options.num_threads, rows=stream_rows.rows_in_turn, batches=options.buffer_size
         )
         if options.num_workers:
-            turns = TurnsOfWorkers(stream_rows.streams, reads, made.states, options.num_workers)
+            turns = TurnsOfWorkers(stream_rows.streams, reads, maker.states, options.num_workers)
             # Worker processes have a buffer of their own. So only one batch waits here.
-            batches = mapped(lambda item: item, Joined(made, turns), size=1, name=THREAD)
+            batches = mapped(lambda item: item, Joined(maker, turns), size=1, name=THREAD)
         else:
-            turns = Turns(stream_rows.streams, reads, made.states)
-            made.opened(turns.pickled_states())
-            batches = turns.pool(made.join, size=options.buffer_size, name=THREAD)
-        return Opened(made.position, batches, first_digest=made.first_digest, faults=faults.counts)
+            turns = Turns(stream_rows.streams, reads, maker.states)
+            maker.opened(turns.pickled_states())
+            batches = turns.pool(maker.join, size=options.buffer_size, name=THREAD)
+        digest = maker.first_digest
+        return Opened(maker.position, batches, first_digest=digest, faults=faults.counts)
 
     def require_new_pass(self) -> None:
         require_new_pass(self._first_stream)

@@ -1,4 +1,4 @@
-"""`StreamsPosition`: the position of a host's streams, which is saved as a state."""
+"""`StreamsPosition`: the position of a host's streams, and how it is saved as a state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class StreamsPosition(NamedTuple):
     Attributes:
         step: Number of batches that were handed out.
         pickled_states: The pickled state of each stream after these batches, by its number.
-        learned: Facts that the batches have shown, by the names in `Streams.learned`.
+        learned: What the batches so far have shown, by the names in `Streams.learned`: for a user's
+            stream, the rows of a full batch.
     """
 
     step: int
@@ -37,14 +38,7 @@ class StreamsPosition(NamedTuple):
     def at(
         cls, step: int, numbers: Iterable[int], state: StreamState, learned: Mapping[str, int] = {}
     ) -> StreamsPosition:
-        """Returns a position with the same state for all streams: at the start or past the end.
-
-        Args:
-            step: Number of batches that were handed out, batches of padding included.
-            numbers: The numbers of the streams.
-            state: The state of each stream.
-            learned: Facts that the batches have shown.
-        """
+        """Returns a position with the same state for all streams: at the start or past the end."""
         return cls(step, dict.fromkeys(numbers, pickle.dumps(state)), learned)
 
     @classmethod
@@ -54,13 +48,12 @@ class StreamsPosition(NamedTuple):
         """Returns the position of this host's streams in a saved state.
 
         Args:
-            state: The saved state. It may also have streams that this host does not run.
+            state: The saved state. It may have more streams than this host runs.
             stream_rows: The streams of the pipeline, and which of them this host runs.
             fingerprint: The fields that must be the same as when the state was saved.
 
         Raises:
-            StateError: The state was saved by another pipeline, or does not have one of the
-                streams.
+            StateError: The state was saved by another pipeline, lacks a stream, or was changed.
         """
         streams, numbers = stream_rows.streams, stream_rows.numbers
         check_fingerprint(
@@ -82,27 +75,24 @@ class StreamsPosition(NamedTuple):
         entry = f"the entry of {streams.one} {{}} in the state"
         states = {n: unsealed(saved[str(n)], entry.format(n)) for n in numbers}
         learned: dict[str, int] = {}
-        for found in states.values():
+        for found in states.values():  # `to_state` has added what was learned to each entry
             learned = {name: found.pop(name, None) for name in streams.learned}
         if any(type(count) is not int for count in learned.values()):
             raise StateError(f"{entry.format(0)} lacks {', '.join(learned)}.\n{UNCHANGED}")
-        begins = [number for number, found in states.items() if step and not found]
-        if begins:
-            problem = f"feeds {shortened(begins)} are at their beginning in a state of step {step}"
+        at_start = [number for number, found in states.items() if step and not found]
+        if at_start:
+            problem = (
+                f"feeds {shortened(at_start)} are at their beginning in a state of step {step}"
+            )
             raise StateError(f"{problem}.\n{UNCHANGED}")
         pickled = {number: pickle.dumps(found) for number, found in states.items()}
         return cls(step, pickled, learned)
 
     def to_state(self, streams: Streams, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Returns the position as a state in plain JSON.
-
-        Args:
-            streams: The streams of the pipeline.
-            fingerprint: The fields that must be the same when the state is restored.
-        """
+        """Returns the position as a state in plain JSON, with the fingerprint of the pipeline."""
         entries = {str(n): sealed({**self.learned, **state}) for n, state in self.states().items()}
-        found = {KIND: streams.kind, _STEP: self.step, **plain(fingerprint)}
-        return {**found, FEED_ENTRIES: entries}
+        fields = {KIND: streams.kind, _STEP: self.step, **plain(fingerprint)}
+        return {**fields, FEED_ENTRIES: entries}
 
     def states(self) -> dict[int, StreamState]:
         """Returns the state of each stream, by its number. Each call returns new copies."""

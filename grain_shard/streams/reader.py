@@ -18,6 +18,8 @@ from grain_shard.streams.streams import ENDED, StreamReads, Streams, StreamState
 class StreamReader:
     """Reads the rows of one stream, turn by turn.
 
+    A turn is the rows that one stream gives to one batch. One thread at a time uses a reader.
+
     Args:
         streams: The streams of all hosts.
         number: Number of the stream.
@@ -26,18 +28,18 @@ class StreamReader:
 
     Attributes:
         number: Number of the stream.
-        faults: The rules for failed reads. It counts the faults of this stream since its last turn.
+        faults: The rules for failed reads, and this stream's counts since its last turn.
     """
 
     def __init__(self, streams: Streams, number: int, state: StreamState, reads: StreamReads):
         self.number: int = number
-        # The stream counts its own faults, so that they count with the batch of their turn.
+        # Counted apart, so that a fault is added to the total together with the batch of its turn.
         self.faults: Faults = reads.faults.apart()
         self._streams, self._state = streams, state
         self._reads = reads._replace(faults=self.faults)
         self._iterator: grain.DatasetIterator | None = None
-        # Several threads take turns. A generator of the user may set a variable of its context in
-        # one turn, and set it back in another one.
+        # Each turn may run in another thread, but all run in this one context: a generator of the
+        # user may set a `ContextVar` in one turn and reset it in another one.
         self._context = contextvars.copy_context()
         self._where, self._name = streams.where(number), streams.name(number)
         if streams.stays_open and state != ENDED:
@@ -53,7 +55,7 @@ class StreamReader:
         """Returns the rows of the stream for the next batch. The first turn opens the stream.
 
         Args:
-            num_rows: Number of rows to return. Once the stream has ended, fewer rows or none come.
+            num_rows: Number of rows to return. A stream that ends returns fewer rows, or none.
 
         Raises:
             StateError: The stream cannot start from its state.
@@ -68,6 +70,7 @@ class StreamReader:
             return Turn(self.number, rows, pickle.dumps(self._state), self.faults.taken())
 
     def _take(self, rows: list[Any], num_rows: int) -> None:
+        """Appends the rows of the next turn to `rows`; see `turn`."""
         try:
             if self._iterator is None:
                 self._iterator = self._open()
@@ -80,19 +83,20 @@ class StreamReader:
                 self._close()
         except IndexError as error:
             text = self._streams.failed_at_start(error)
-            if self._state or rows or not text:
+            has_begun = self._state or rows
+            if has_begun or not text:
                 raise
             # A new error, because a note would be hard to see among Grain's own notes.
             raise IndexError(text) from error
 
     def close(self) -> None:
-        """Ends the threads and processes of this stream."""
+        """Closes the stream's iterator, which ends its threads and processes."""
         self._context.run(self._close)
 
     def _close(self) -> None:
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
-            try:  # no `noting`, because the names of this module may be gone at the program's exit
+            try:  # without `noting`: at the program's exit the names of this module may be gone
                 iterator.close()
             except BaseException as error:
                 error.add_note(f"grain_shard: while closing {self._name}")

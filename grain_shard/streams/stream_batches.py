@@ -26,11 +26,11 @@ class StreamOptions:
 
     Attributes:
         num_threads: Number of threads that run feeds, in this process or in each worker process.
-            None adapts the number while they run. For a stream of whole batches, the most threads
-            of its ``.to_iter_dataset``.
+            None adapts the number while they run. For a user's stream, the limit for the threads of
+            its ``.to_iter_dataset``.
         num_workers: Number of worker processes that run the streams. 0 runs them in this process.
-        buffer_size: Number of batches that are made ahead. With workers it is at least four,
-            because Grain makes no smaller buffer.
+        buffer_size: Most batches that wait on the host or are unfinished. With worker processes
+            there may be one more, and at least four, because Grain makes no smaller buffer.
         fault_rules: The rules for failed reads.
     """
 
@@ -43,7 +43,8 @@ class StreamOptions:
 class StreamBatches:
     """Makes this host's batches of the turns of streams, one after the other.
 
-    With the first batch, or at the end, it also reads the source's first record; see `FirstRecord`.
+    A turn is the rows that one stream gives to one batch. With the first batch, or at the end, the
+    source's first record is read, too; see `FirstRecord`.
 
     Args:
         stream_rows: The streams, and how their turns become batches.
@@ -53,7 +54,7 @@ class StreamBatches:
 
     Attributes:
         states: The state from which each stream starts, by the stream's number.
-        position: The position after the last batch. A later batch replaces it.
+        position: The position after the last batch that was made.
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class StreamBatches:
         self._joiner = stream_rows.begin(self.position.learned)
 
     def opened(self, pickled: Mapping[int, bytes]) -> None:
-        """Notes the states of streams that are open by now, before the first batch."""
+        """Notes the states of streams that were opened before the first batch."""
         states = {**self.position.pickled_states, **pickled}
         self.position = StreamsPosition(self.position.step, states, self._joiner.learned)
 
     def join(self, turns: Sequence[Turn]) -> list[tuple[Batch, StreamsPosition]]:
-        """Returns the batch of some turns, with the position after it; [] if it is left out.
+        """Makes the next batch of one turn of each stream.
+
+        Returns:
+            [(batch, position after it)]; [] if the batch is left out.
 
         Raises:
             StopIteration: The streams have ended.
@@ -84,7 +88,7 @@ class StreamBatches:
         for turn in turns:
             self._faults.add(turn.faults)
         if self._joiner.has_ended(turns):
-            # Other hosts may have a batch although this host has none, and all compare the record.
+            # Other hosts may still have a batch, and all hosts compare the first record.
             self._first_record.run()
             raise StopIteration
         if not (streams := self._stream_rows.streams).has_begun:
@@ -104,12 +108,7 @@ class StreamBatches:
 
 
 class Joined(Producer[tuple[Batch, StreamsPosition]]):
-    """The batches of turns, made by the thread that asks.
-
-    Args:
-        batches: Makes the batches.
-        turns: The turns.
-    """
+    """The batches of turns, made by the thread that asks for them."""
 
     def __init__(self, batches: StreamBatches, turns: Turns | TurnsOfWorkers):
         self._batches, self._turns = batches, turns
@@ -183,7 +182,7 @@ class StreamIterator(grain.DatasetIterator):
     def get_state(self) -> dict[str, Any]:
         position, streams = self._position, self._stream_rows.streams
         if streams.why_unsaved:
-            # As it is: the loop may never save it, and a save says what cannot be saved.
+            # Returned as it is: saving it raises the error, and the loop may never save it.
             return dict(next(iter(position.states().values())))
         return position.to_state(streams, streams.fingerprint)
 
@@ -194,8 +193,8 @@ class StreamIterator(grain.DatasetIterator):
         self._go_to(StreamsPosition.of_state(state, stream_rows, stream_rows.streams.fingerprint))
 
     def _go_to(self, position: StreamsPosition) -> None:
-        # The new streams replace the old ones before the old ones are closed. If closing raises an
-        # error, the iterator is at the new position already, and uses no closed stream.
+        # The old streams are closed after the new ones have replaced them. So if closing raises an
+        # error, the iterator is at the new position, and uses no closed stream.
         before = self._batches
         self._open(position)
         self._is_broken = False

@@ -14,13 +14,13 @@ from grain_shard.streams.whole_rows import WholeRows
 
 
 class StreamDataset(grain.IterDataset):
-    """Batches of a user's stream, or of feeds. The stages of the chain change their rows.
+    """Batches of a user's stream, or of feeds. Stages of the chain change which rows it has.
 
     Args:
         host_rows: The streams, and how their turns become batches.
         made_by: The stage that made this dataset, or the name of the batches, for ``str``.
-        parent: The dataset to which the stage was applied. Grain walks down the pipeline through
-            the parents. None for batches of feeds, whose streams are made later.
+        parent: The dataset to which the stage was applied, so that Grain can walk up the pipeline.
+            None for batches of feeds, whose streams are made later.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class StreamDataset(grain.IterDataset):
         return cls(WholeRows(streams=OneStream(ds)), made_by=ds, parent=ds)
 
     def after(self, host_rows: StreamRows, made_by: Any = None) -> StreamDataset:
-        """Returns the dataset with other host rows of the same batches, as after a stage.
+        """Returns the dataset after a stage: the same batches with other padding or other rows.
 
         Args:
             host_rows: The padding, and the rows that this host keeps.
-            made_by: The stage.
+            made_by: The stage; None keeps the name of this dataset.
         """
         parent = self if self.parents else None
         return StreamDataset(host_rows, made_by=made_by or self._made_by, parent=parent)

@@ -24,8 +24,8 @@ class Joiner(ABC):
     """Makes the batches of one iterator of turns, one after the other.
 
     Attributes:
-        learned: Facts that the batches have shown, by the names in `Streams.learned`. A later batch
-            replaces the dict, and never changes it.
+        learned: What the batches so far have shown, by the names in `Streams.learned`. The dict is
+            replaced, and never changed.
         first_digest: Digest of the first batch, if every host gets the same whole batches and keeps
             some of their rows; "" otherwise.
     """
@@ -35,10 +35,7 @@ class Joiner(ABC):
 
     @abstractmethod
     def has_ended(self, turns: Sequence[Turn]) -> bool:
-        """Returns True if no further batch is made, because streams have ended.
-
-        Args:
-            turns: The turns for the next batch.
+        """Returns True if streams have ended, so that these turns make no batch.
 
         Raises:
             ShardingError: A stream has too few rows, and a batch may not be short.
@@ -46,10 +43,7 @@ class Joiner(ABC):
 
     @abstractmethod
     def join(self, turns: Sequence[Turn]) -> Batch:
-        """Returns this host's rows of the next batch; `LEFT_OUT` if the batch is left out.
-
-        Args:
-            turns: The turns for the batch.
+        """Returns this host's rows of the batch of these turns; `LEFT_OUT` if it is left out.
 
         Raises:
             ShardingError: The rows do not make a batch.
@@ -96,28 +90,25 @@ class StreamRows(HostRows):
 
     @abstractmethod
     def begin(self, learned: Mapping[str, int]) -> Joiner:
-        """Returns a maker of batches.
+        """Returns a `Joiner` for the batches from one position on.
 
         Args:
-            learned: Facts that the batches before have shown; empty at the beginning.
+            learned: `Joiner.learned` at that position; empty at the beginning.
 
         Raises:
-            StateError: The batches before had another number of rows.
+            StateError: The earlier batches had another number of rows.
         """
 
     @abstractmethod
     def first(self, rules: FaultRules) -> Batch:
-        """Returns a host batch with the shapes and dtypes of this pipeline, to learn them.
-
-        Args:
-            rules: The rules for failed reads.
+        """Reads a host batch, to learn the shapes and dtypes of this pipeline.
 
         Raises:
-            ShardingError: There is no row, or the row would be lost for the loop.
+            ShardingError: There is no row, or the loop would not get the row that was read.
         """
 
     def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:
-        """Raises an error if the hosts of a mesh cannot divide the streams among them.
+        """Checks that the hosts of a mesh can divide the streams among them.
 
         Args:
             layouts: The rows of each host, by the host's number.
@@ -127,20 +118,11 @@ class StreamRows(HostRows):
         """
 
     def to_save(self, layouts: Mapping[int, BatchLayout], host: int) -> Sequence[int]:
-        """Returns the feeds that a host writes into a checkpoint.
-
-        Args:
-            layouts: The rows of each host, by the host's number.
-            host: The number of the host.
-        """
+        """Returns the feeds that a host writes into a checkpoint, by the rows of each host."""
         return ()
 
     def fault_rules(self, layouts: Mapping[int, BatchLayout], rules: FaultRules) -> FaultRules:
-        """Returns the rules for failed reads: the user's, or a copy for rows of several hosts.
-
-        Args:
-            layouts: The rows of each host, by the host's number.
-            rules: The user's rules.
+        """Returns the user's rules for failed reads, or a copy if several hosts read the same rows.
 
         Raises:
             ShardingError: The rules cannot be applied to these streams.

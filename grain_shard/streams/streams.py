@@ -1,8 +1,8 @@
-"""`Streams`: the streams of which batches are made, in turns.
+"""`Streams`: the streams of which batches are made, turn by turn.
 
-In each turn, every stream of this host gives its part of the next batch. There are two kinds. The
-stream of a user is one stream, which gives a whole batch in each turn: `OneStream`. Feeds are
-several streams, which give the same number of rows in each turn: `Feeds` (`feeds.py`).
+A turn is the rows that one stream gives to one batch. There are two kinds of streams. A user's
+stream is a single stream, which gives a whole batch in each turn: `OneStream`. Feeds are several
+streams, which all give the same number of rows in a turn: `Feeds` (`feeds.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from grain_shard.trees import check_record
 # Grain's iterator}, and `ENDED` after its last row.
 StreamState = Mapping[str, Any]
 ENDED: StreamState = {"ended": True}
-# Threads of Grain's that read ahead for all streams of a process, unless the user sets a number. It
+# Threads that read ahead for all streams of a process together, unless the user sets a number. This
 # is Grain's default for one stream.
 READ_AHEAD_THREADS = 16
-# Records that count as a batch where it is unknown how many records of a stream make a batch.
-_UNKNOWN = 4
+# Records per batch that are assumed for a stream that does not tell the number.
+_ASSUMED_PER_BATCH = 4
 
 
 class Turn(NamedTuple):
@@ -44,8 +44,8 @@ class Turn(NamedTuple):
 
     Attributes:
         number: Number of the stream.
-        rows: The rows, before they become a batch. A stream that gives whole batches has one row: a
-            batch. Once the stream has ended, the list is shorter or empty.
+        rows: The rows. A user's stream gives one row, which is a whole batch. Once the stream has
+            ended, the list is shorter or empty.
         state: The pickled state of the stream after these rows.
         faults: The counts of failed reads of these rows.
     """
@@ -60,9 +60,9 @@ class StreamReads(NamedTuple):
     """The way in which one process reads its streams.
 
     Attributes:
-        faults: Decides on records that cannot be read. Each stream counts them apart.
-        num_threads: Most threads that read ahead, for all streams of the process together; None for
-            no limit of the user.
+        faults: Decides about records that cannot be read. Each stream counts them apart.
+        num_threads: The user's limit for the threads that read ahead, for all streams of the
+            process together; None without a limit.
         num_streams: Number of streams that the process runs.
         rows: Rows that each stream gives in a turn.
         batches: Most batches that wait or are unfinished.
@@ -79,15 +79,15 @@ class Streams(ABC):
     """The streams of which batches are made.
 
     Attributes:
-        kind: The kind of the pipeline, which stands in states.
+        kind: The kind of the pipeline, as states have it.
         name_of_kind: The kind with its article, in messages.
         one: The word for one of the streams, in messages.
-        stays_open: True if a stream is opened and closed with the iterator. False if its first turn
-            opens it, and its end closes it.
-        learned: The facts in a state that may be known only after the first batch, by name.
+        stays_open: True if a stream is opened and closed together with the iterator. False if its
+            first turn opens it, and its end closes it.
+        learned: Names of facts in a state that may be unknown before the first batch.
         has_begun: True once a batch was made of the streams in this process.
-        why_unsaved: Why no state of the streams can be saved, with the remedy; "" if it can, or
-            before a stream is opened.
+        why_unsaved: Why no state of the streams can be saved, with the remedy; "" if no reason is
+            known so far.
     """
 
     kind: ClassVar[str]
@@ -105,20 +105,11 @@ class Streams(ABC):
 
     @abstractmethod
     def make(self, number: int) -> grain.IterDataset:
-        """Returns one of the streams.
-
-        Args:
-            number: Number of the stream, from 0.
-        """
+        """Returns one of the streams, which count from 0."""
 
     @abstractmethod
     def open(self, number: int, reads: StreamReads) -> grain.DatasetIterator:
-        """Returns an iterator over one of the streams, from the stream's beginning.
-
-        Args:
-            number: Number of the stream, from 0.
-            reads: The way in which this process reads its streams.
-        """
+        """Returns an iterator over one of the streams, from the stream's beginning."""
 
     def lacks(self, numbers: Sequence[int]) -> str:
         """Returns the text of an error: a state has no entry for some of the streams."""
@@ -130,10 +121,10 @@ class Streams(ABC):
 
     @abstractmethod
     def where(self, number: int) -> str:
-        """Says where an error came in one of the streams, for a note; "" for no note."""
+        """Returns a note for an error in a stream, such as "in feed 2 of 8"; "" for none."""
 
     def failed_at_start(self, error: IndexError) -> str:
-        """Returns a better text for an error that came before the first row; "" for none."""
+        """Returns a clearer text for an error before the first row; "" keeps the error's own."""
         return ""
 
     def warn_of(self, turns: Sequence[Turn], batch_size: int) -> None:  # noqa: B027
@@ -150,15 +141,11 @@ class Streams(ABC):
 
     @abstractmethod
     def check_options(self, settings: Settings) -> None:
-        """Refuses options of `shard_to` that do not fit these streams.
-
-        Raises:
-            ShardingError: An option does not fit.
-        """
+        """Raises a `ShardingError` if an option of `shard_to` does not fit these streams."""
 
     @abstractmethod
     def yields(self, settings: Settings) -> str:
-        """Returns the rows that the streams yield on each host, see `HostBatches.rows`.
+        """Returns what the streams yield on each host; see `HostBatches.rows`.
 
         Raises:
             ShardingError: The option `rows` contradicts the source.
@@ -170,10 +157,7 @@ class Streams(ABC):
 
 
 class OneStream(Streams):
-    """The stream of a user, which gives one batch in each turn.
-
-    Args:
-        ds: The user's dataset of batches.
+    """The stream of a user: a dataset of batches, which gives one batch in each turn.
 
     Raises:
         ShardingError: Grain would lose epochs of the dataset after a restore.
@@ -195,7 +179,7 @@ class OneStream(Streams):
         return self._ds
 
     def open(self, number: int, reads: StreamReads) -> grain.DatasetIterator:
-        ahead = reads.batches * (nodes.records_per_batch(self._ds) or _UNKNOWN)
+        ahead = reads.batches * (nodes.records_per_batch(self._ds) or _ASSUMED_PER_BATCH)
         threads = reads.num_threads or READ_AHEAD_THREADS
 
         def read(records: grain.MapDataset, options: grain.ReadOptions) -> grain.IterDataset:
@@ -249,14 +233,11 @@ class OneStream(Streams):
 
 
 def refuse_lost_epochs(ds: grain.IterDataset) -> None:
-    """Raises an error if Grain would lose epochs of a stream after a restore.
+    """Refuses a stream of which Grain would lose epochs after a restore.
 
     Grain loses them if a `RepeatIterDataset` repeats interleaved streams. After a restore in a
     later epoch, such a stream ends with that epoch, without an error. ``.mp_prefetch`` interleaves
     the streams of its workers.
-
-    Args:
-        ds: The stream.
 
     Raises:
         ShardingError: The stream has a `RepeatIterDataset` of interleaved streams.

@@ -1,7 +1,8 @@
-"""Takes the turns of the streams of a host, in this process or in worker processes.
+"""Takes the turns of a host's streams, in this process or in worker processes.
 
-The streams of a process run side by side: each turn of a stream is a task of a pool. At most one
-thread is inside a stream. The stream that has given the fewest turns comes first.
+A turn is the rows that one stream gives to one batch. The streams of a process run side by side:
+each turn is a task of a pool. At most one thread is inside a stream. The stream that has given the
+fewest turns comes first.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from grain_shard.threads.worker_processes import WorkerProcesses
 T = TypeVar("T")
 # The prefix of the names of the threads that take turns in a worker process.
 READS = "grain-shard-feeds"
-# Makes the results of the turns of all streams: one, or none if what they make is left out. It
-# raises StopIteration once streams have ended.
+# Makes a result, such as a batch, of one turn of each stream. Returns [result], or [] if the result
+# is left out. Raises StopIteration once streams have ended.
 Join = Callable[[Sequence[Turn]], Iterable[T]]
 
 
 class Turns(Producer[list[Turn]]):
-    """The turns of the streams, taken by the thread that asks.
+    """The turns of the streams, taken by the thread that asks for them.
 
-    An item is a list with a turn of each stream of this process. The items never end: a stream that
-    has ended gives no rows.
+    An item is a list with one turn of each stream of this process. The items never end: a stream
+    that has ended gives turns without rows.
 
     Args:
         streams: The streams of all hosts.
@@ -60,10 +61,10 @@ class Turns(Producer[list[Turn]]):
         return [reader.turn(self._reads.rows) for reader in self.readers]
 
     def pool(self, join: Join[T], *, size: int, name: str) -> Pool[T]:
-        """Returns the results of the turns, which the threads of a pool make.
+        """Returns a pool whose threads take the turns and make the results.
 
         Args:
-            join: Makes a result of a turn of each stream. It is called in order.
+            join: Makes a result of one turn of each stream. It is called in order.
             size: Most results that wait or are unfinished.
             name: Prefix of the names of the threads.
         """
@@ -71,13 +72,13 @@ class Turns(Producer[list[Turn]]):
         return Pool(_TurnTasks(self, join, self._reads), size, name=name, pace=pace)
 
     def close(self) -> None:
-        """Closes all streams. If one cannot be closed, the others are closed nevertheless.
+        """Closes all streams, even if closing one of them raises an error.
 
         Raises:
-            BaseException: The first error of closing.
+            BaseException: The first of these errors.
         """
         failed: BaseException | None = None
-        # This loop uses no name of a module: at the interpreter's exit the names may be gone.
+        # No name of this module is used: at the interpreter's exit the names may be gone.
         for reader in self.readers:
             try:
                 reader.close()
@@ -88,23 +89,22 @@ class Turns(Producer[list[Turn]]):
 
 
 class _TurnTasks(Tasks[T], Generic[T]):
-    """The turns of the streams as tasks. The last turn that a result needs also makes the result.
+    """The turns of the streams as tasks. The task of the last turn that a result needs makes it.
 
-    Args:
-        turns: The streams.
-        join: Makes a result of a turn of each stream.
-        reads: The way in which the streams are read.
+    Each turn has a number, counted for its stream from 0. The turns with the same number make a
+    result together.
     """
 
     def __init__(self, turns: Turns, join: Join[T], reads: StreamReads):
         self._turns, self._join, self._reads = turns, join, reads
         self._lock = threading.Lock()
-        self._drawn = dict.fromkeys(turns.readers, 0)  # number of turns, by stream
-        self._busy = set[StreamReader]()
-        # The turns of each stream for a result, by their number; an error in place of a turn.
+        self._drawn = dict.fromkeys(turns.readers, 0)  # number of turns drawn, by stream
+        self._busy = set[StreamReader]()  # streams that a thread is inside of
+        # Number of turns -> those taken so far, or the errors in their place. A result needs one of
+        # each stream.
         self._taken: dict[int, list[Turn | Raised]] = {}
         self._next = 0  # number of the next turns to join
-        self._left_out = 0  # number of turns of which no result was made
+        self._left_out = 0  # how often the turns of a number made no result
         self._joining = False  # True while a result is made, and after an error or the end
 
     def draw(self, limit: int) -> Task[T] | None:
@@ -114,16 +114,19 @@ class _TurnTasks(Tasks[T], Generic[T]):
             if reader is None or self._drawn[reader] - self._left_out >= limit:
                 return None
             self._busy.add(reader)
-            number, self._drawn[reader] = self._drawn[reader], self._drawn[reader] + 1
+            number = self._drawn[reader]
+            self._drawn[reader] = number + 1
             return _TurnTask(self, reader, number, self._reads.rows)
 
     def took(
         self, number: int, reader: StreamReader, turn: Turn | Raised
     ) -> Iterator[tuple[int, T | Raised]]:
-        """Notes a turn, and yields the results that can be made now, with their numbers.
+        """Notes a turn, and yields (number, result) for each result that can be made now.
+
+        The thread that has taken the turn calls this.
 
         Args:
-            number: Number of turns of the stream before this one.
+            number: Number of the turn.
             reader: The stream.
             turn: The turn, or its error. A stream that has raised an error gives no further turn.
         """
@@ -132,7 +135,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
                 self._busy.discard(reader)
             self._taken.setdefault(number, []).append(turn)
         while (turns := self._next_turns()) is not None:
-            made, results = self._next - self._left_out, list[T | Raised]()
+            result_number, results = self._next - self._left_out, list[T | Raised]()
             try:
                 results += self._join(_without_error(turns))
             except StopIteration:
@@ -144,14 +147,15 @@ class _TurnTasks(Tasks[T], Generic[T]):
                 self._left_out += not results
                 self._joining = any(isinstance(result, Raised) for result in results)
             while results:  # `pop` drops the reference to a batch
-                yield made, results.pop()
+                yield result_number, results.pop()
 
     def _next_turns(self) -> list[Turn | Raised] | None:
-        """Returns the turns for the next result, if they are complete or one of them is an error.
+        """Returns the turns for the next result, if this thread can make it now.
 
         Returns:
-            The turns. None if one is missing; if another thread is making a result, because that
-            thread then makes this one, too; or after an error or the end.
+            The turns, complete or with an error among them. None if a turn is missing; if another
+            thread is making a result, as that thread then makes this one, too; or after an error or
+            the end.
         """
         with self._lock:
             turns = self._taken.get(self._next, [])
@@ -185,7 +189,7 @@ class _TurnTask(Generic[T]):
 
 
 def _without_error(turns: list[Turn | Raised]) -> list[Turn]:
-    """Returns turns in the order of the streams. If one is an error, raises it."""
+    """Returns the turns in the order of the streams, or raises the error that is among them."""
     found = list[Turn]()
     for turn in turns:
         if isinstance(turn, Raised):
@@ -197,14 +201,8 @@ def _without_error(turns: list[Turn | Raised]) -> list[Turn]:
 class TurnsOfWorkers(WorkerProcesses):
     """The turns of the streams, taken in worker processes.
 
-    Each worker runs some of the streams. The processes start with the first ``next``. The rows may
-    be views of shared memory.
-
-    Args:
-        streams: The streams of all hosts.
-        reads: The way in which each worker reads them.
-        states: The state from which each stream starts, by the stream's number.
-        num_workers: Number of processes. With fewer streams than this, each has its own process.
+    Each worker runs some of the streams: one at least, so there are at most as many workers as
+    streams. The processes start with the first ``next``. The rows may be views of shared memory.
     """
 
     def __init__(
@@ -216,7 +214,6 @@ class TurnsOfWorkers(WorkerProcesses):
     ):
         self._num_workers = min(num_workers, len(states))
         of_worker = functools.partial(_turns_of_worker, streams, reads, states)
-        # Grain keeps at least four of each worker.
         super().__init__(
             of_worker, self._num_workers, buffer_size=reads.batches * self._num_workers
         )
@@ -235,15 +232,7 @@ def _turns_of_worker(
     worker: int,
     num_workers: int,
 ) -> Iterator[list[Turn]]:
-    """Yields the turns of one worker's streams.
-
-    Args:
-        streams: The streams of all hosts.
-        reads: The way in which the worker reads.
-        states: The state from which each stream of the host starts.
-        worker: Number of this worker.
-        num_workers: Number of workers. Each one runs every `num_workers`-th stream.
-    """
+    """Yields the turns of one worker's streams: every `num_workers`-th stream of the host."""
     own = dict(list(states.items())[worker::num_workers])
     turns = Turns(streams, reads, own)
     with contextlib.closing(turns.pool(lambda turns: [turns], size=1, name=READS)) as pool:

@@ -23,7 +23,7 @@ from grain_shard.streams.streams import StreamReads, Turn
 from grain_shard.streams.turns import Turns
 from grain_shard.trees import Batch, FlatBatch
 
-_ROWS = "rows"  # the name under which a state has the rows of a full batch
+_ROWS = "rows"  # the key of a state for the number of rows of a full batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class WholeRows(StreamRows):
     """The rows of the batches that a user's stream yields.
 
     Attributes:
-        checks: Functions that check the rows of the first batch, which may differ from the size
-            that the stream's nodes show.
+        checks: Functions that check the number of rows of the first batch, because it may differ
+            from the size that the pipeline declares.
         copies: True if the arrays of a batch are copied, because other objects may refer to them.
     """
 
@@ -46,7 +46,7 @@ class WholeRows(StreamRows):
 
     @property
     def rows_in_turn(self) -> int:
-        return 1  # of which each is a batch
+        return 1  # the row is a whole batch
 
     def checked(self, check: CheckSize) -> WholeRows:
         super().checked(check)
@@ -77,25 +77,25 @@ class WholeJoiner(Joiner):
 
     Args:
         rows: The rows to keep.
-        learned: The rows of a full batch, if a batch has shown it; empty at the beginning.
+        learned: The number of rows of a full batch, from a saved state; empty at the beginning.
 
     Raises:
-        StateError: The batches had another number of rows than the stream's ``.batch`` makes.
+        StateError: The state was saved with another number of rows in a batch.
     """
 
     def __init__(self, rows: WholeRows, learned: Mapping[str, int]):
         self._rows, size = rows, rows.unpadded_size or 0
-        before = learned.get(_ROWS, 0)
-        if size and before not in (0, size):
+        saved = learned.get(_ROWS, 0)
+        if size and saved not in (0, size):
             raise StateError(
-                f"the state was saved with batches of {before} rows, and this stream has batches of"
+                f"the state was saved with batches of {saved} rows, and this stream has batches of"
                 f" {size} rows.\n  remedy: {OTHER_BATCH_SIZE}"
             )
-        self.learned = {_ROWS: before or size}
+        self.learned = {_ROWS: saved or size}
         # After a restore the next batch may be the short last one, so its size says nothing.
-        self._is_restored = bool(before)
+        self._is_restored = bool(saved)
         self._has_begun = False
-        self._padded_size = 0  # rows of each batch with padding; known after the first batch
+        self._padded_size = 0  # rows of each batch with padding; known from the first batch on
 
     def has_ended(self, turns: Sequence[Turn]) -> bool:
         return not turns[0].rows
@@ -121,13 +121,13 @@ class WholeJoiner(Joiner):
             return pad_batch(flat, size, padding)
 
     def _begin(self, flat: FlatBatch) -> None:
-        """Checks the first batch, and learns the size of a full batch.
+        """Checks the first batch, and learns from it the size of a full batch.
 
-        If the size is not known before, the first batch counts as full.
+        The first batch counts as full if the size was unknown.
 
         Raises:
-            ShardingError: The batch is a record, a check of its size fails, or the shards do not
-                divide it and it is not to be padded.
+            ShardingError: The batch is a single record; a check of its size fails; or the shards do
+                not divide its rows, and short batches are not padded.
         """
         rows = self._rows
         if rows.checks and not self._is_restored:
@@ -149,11 +149,11 @@ class WholeJoiner(Joiner):
         self._has_begun = True
 
     def _is_left_out(self, flat: FlatBatch, padding: Padding) -> bool:
-        """Returns True if a batch is short and short batches are left out.
+        """Returns True if the batch is short, and `padding` drops short batches.
 
         Raises:
-            ShardingError: The batch has more rows than a full one; or it is short, and short
-                batches are refused.
+            ShardingError: The batch has more rows than a full batch; or it is short, and `padding`
+                refuses short batches.
         """
         full = self.learned[_ROWS]
         if flat.rows > full or (flat.rows < full and padding.refuses_short):
