@@ -1,7 +1,7 @@
 """`Contexts`: background threads run the user's functions in the contexts of the loop's thread.
 
-These are all `ContextVar` objects (`numpy.errstate` is one of them), JAX's meshes and those of
-JAX's settings that a thread may have for itself. Settings that guard a thread are left out, because
+A context has the values of all `ContextVar`s (`numpy.errstate` is one), JAX's meshes, and the JAX
+settings that can be set for a single thread. Settings that guard a thread are left out, because
 they change no value, and only raise or log: the transfer guards, `jax.thread_guard`,
 `jax.array_garbage_collection_guard`, `jax.no_tracing` and `jax.no_execution`.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 # The names of settings that guard a thread contain one of these.
 _GUARDS = "guard", "no_tracing", "no_execution"
-# JAX's settings that a thread may have for itself, and the names of their contexts.
+# JAX's settings that can be set for a single thread, and the names of their context managers.
 _SETTINGS = {
     setting: name
     for setting in jax.config.values
@@ -40,12 +40,7 @@ class Contexts:
         self._settings = {setting: getattr(jax.config, setting) for setting in _SETTINGS}
 
     def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Calls a function in these contexts, and returns its result.
-
-        Args:
-            work: The function.
-            *args: The arguments of the function.
-        """
+        """Calls a function with its arguments in these contexts, and returns its result."""
         # A copy, because only one thread at a time can be in a context.
         return self._context.copy().run(self._run, work, *args)
 

@@ -27,19 +27,19 @@ def mapped(
     Args:
         work: The function. If `num_threads` is above 1, several threads call it at the same time.
         source: The producer of the items. One thread at a time asks it for an item, once there is
-            room for a result. The producer is stopped with the threads. The last thread to end
-            closes it, because only that thread can be sure that no other thread uses it.
+            room for a result. It is stopped together with the threads. The last thread that ends
+            closes it, because then no other thread uses it.
         size: Most results that wait or are unfinished.
         num_threads: Number of threads that work side by side.
         name: Prefix of the names of the threads.
-        on_wait: An argument of `Pool`.
+        on_wait: See `Pool`.
     """
     tasks = _Calls(work, source)
     return Pool(tasks, size, name=name, num_threads=min(num_threads, size), on_wait=on_wait)
 
 
 class _Calls(Tasks[T], Generic[S, T]):
-    """Tasks of which each makes one result from one item of a producer."""
+    """The tasks of `mapped`: each calls the function for one item of the producer."""
 
     # A class attribute, because the names of this module may be gone at the interpreter's exit.
     _no_source = Items(iter(()))
@@ -65,8 +65,8 @@ class _Calls(Tasks[T], Generic[S, T]):
         self._source.stop()
 
     def close(self) -> None:
-        # This also drops the reference to the source. A Grain iterator that is still alive when the
-        # interpreter clears its modules (if a global variable refers to it) fails in its __del__.
+        # Also drops the reference to the source: a Grain iterator that is still alive when the
+        # interpreter clears its modules fails in its __del__.
         source, self._source, self._work = self._source, self._no_source, self._ended
         source.close()
 

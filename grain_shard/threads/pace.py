@@ -1,9 +1,9 @@
 """`ReadPace` and `ThreadCount`: the number of threads that read, adapted while the threads work.
 
-Threads that wait for a read cost nothing. Threads that compute in Python slow each other down. The
-user need not say whether the threads wait or compute. `ReadPace` measures one period, called a
-window, after the other: how many records per second the threads complete, and how many processors
-they keep busy. `ThreadCount` decides the number of threads by these measurements.
+Threads that wait for a read cost nothing, but threads that compute in Python slow each other down.
+The user need not say whether the threads wait or compute. `ReadPace` measures one short period,
+called a window, after the other: how many records per second the threads complete, and how many
+processors they keep busy. From these measurements `ThreadCount` decides the number of threads.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from typing import NamedTuple
 
 # Most threads of a pool. More never helped, and the system may limit the threads of a process.
 MOST_THREADS = 128
-# Most threads that begin before the first read is done, or as soon as it shows that reads wait.
+# Most threads that are started before the first decision, or by it.
 _AT_ONCE = 64
 
 # Least seconds and tasks of a window. A shorter window shows little on a busy machine. The first
-# windows are shorter: each lasts twice as long as the one before. The reason is that a loop that
-# starts with a bad number of threads loses more than a wrong attempt does.
+# windows are shorter, and each lasts twice as long as the one before: at the start, a bad number of
+# threads costs more than a wrong attempt.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
-# If the loop waits for batches in less than this share of the time, the number of threads is good
-# enough.
+# If the loop waits for batches less than this share of the time, the number of threads will do.
 _FED = 0.1
 # If fewer processors than this are busy, no thread computes: all threads wait.
 _IDLE_CORES = 0.25
-# If reads use less of a processor than this, they surely wait for the source. If they use more, but
-# less than half a processor, they may also wait for processors that other processes use.
+# If the process keeps less of a processor busy than this, reads surely wait for the source. With
+# more, but less than half a processor, they may also wait for processors that others use.
 _SURELY_WAITS = 0.1
 # The largest factor by which threads are added at once. Measurements of few reads may not hold for
 # many reads.
@@ -43,8 +42,8 @@ _SMALL_STEP = 2**0.5
 _GAIN, _LOSS = 1.05, 0.98
 # If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
-# Number of windows without an attempt after an attempt that did not help. It begins with _REST, and
-# doubles with each further attempt that does not help, up to _LONGEST_REST.
+# Number of windows without an attempt after an attempt that did not help: _REST at first, doubled
+# by each further attempt that did not help, up to _LONGEST_REST.
 _REST, _LONGEST_REST = 3, 64
 
 
@@ -68,12 +67,12 @@ class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
     The first read decides the first number. If reads wait, the number changes at once to the number
-    of threads that would keep one processor busy, but by a factor of 16 at most. Otherwise twice as
-    many threads are tried, or half as many. A change that helps is kept. A change that does not
-    help is taken back, and the other direction is tried after a rest of some windows. The rest
-    grows with the number of attempts that did not help, and after two of them attempts are smaller.
-    If the source becomes slow, more threads are tried first. If it becomes fast, fewer threads are
-    tried first. No change is tried while the consumer hardly waits.
+    of threads that would keep one processor busy, but by a factor of 16 at most. Otherwise an
+    attempt is made with twice as many threads, or half as many. A change that helps is kept. A
+    change that does not help is taken back, and the other direction is tried after a rest of some
+    windows. With each attempt that does not help the rest gets longer, and after two of them the
+    attempts get smaller. If the source becomes slow, more threads are tried first. If it becomes
+    fast, fewer threads are tried first. No attempt is made while the consumer hardly waits.
 
     Args:
         most: Largest number of threads.
@@ -103,7 +102,7 @@ class ThreadCount:
             reads: Number of reads side by side when the first one was done.
             cores: Number of processors that these reads kept busy.
         """
-        if cores < 0.9:  # reads that compute keep a processor busy, or all of them
+        if cores < 0.9:  # reads that compute keep at least one processor busy
             self._set(min(math.ceil(reads / max(cores, 0.01)), _AT_ONCE), "reads wait")
         else:
             # One read says little about the rate. So no attempt is made in the next windows.
@@ -111,11 +110,7 @@ class ThreadCount:
             self._rest = _REST
 
     def decide(self, window: Window) -> None:
-        """Decides the next number of threads.
-
-        Args:
-            window: The measurements with the present number of threads.
-        """
+        """Judges the attempt of the last window, if there was one, and may begin another one."""
         if window.starved < _FED:
             # The consumer was slower than the threads, so the rate was the rate of the consumer.
             self._before, self._rate = None, 0.0
@@ -133,8 +128,8 @@ class ThreadCount:
 
         Args:
             threads: Number of threads before the attempt.
-            rate: Mean rate before the attempt.
-            spread: Mean distance of windows from that rate.
+            rate: Mean rate of the windows before the attempt.
+            spread: Mean distance of those windows from that rate.
             now: Rate of the window with the attempt.
         """
         self._before, self._rate = None, 0.0
@@ -148,13 +143,10 @@ class ThreadCount:
         return False
 
     def _settle(self, rate: float) -> None:
-        """Updates the mean rate of the present number of threads.
+        """Updates the mean rate of the present number of threads by the rate of the last window.
 
         If the rates of two windows in a row differ from the mean by a factor of 2, the source has
         changed. The mean then starts again, and the next attempt need not wait.
-
-        Args:
-            rate: Rate of the last window.
         """
         was_other, self._is_other = self._is_other, False
         if not self._rate:
@@ -170,18 +162,18 @@ class ThreadCount:
         self._rate = (3 * self._rate + rate) / 4
 
     def _try(self, window: Window) -> None:
-        """Begins an attempt with another number of threads, if one is possible.
+        """Begins an attempt with another number of threads, if the last window speaks for one.
 
-        Args:
-            window: The last window.
+        First the direction is chosen, then the size of the step. If threads wait, a step up leads
+        at once to as many threads as would keep one processor busy.
         """
-        waits, surely = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
-        if surely:
+        waits, surely_waits = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
+        if surely_waits:
             self._up = True
         elif window.thread_cores > 0.9 * self._cores:
             self._up = False  # all processors are busy, so more threads would not help
         if self._up and self.threads == self.most:
-            self._up = surely
+            self._up = surely_waits
             if waits:
                 self._rest = _LONGEST_REST  # the threads wait, so fewer would hardly help
                 return
@@ -203,13 +195,13 @@ class ThreadCount:
 class ReadPace:
     """The number of threads that read side by side, adapted while they read.
 
-    Until the first read is done, each read that begins adds a thread. So a few reads are side by
-    side at once if they wait, and one is alone if it takes less time than to start a thread. Then
-    `ThreadCount` decides the number.
+    Until the first read is done, each read that begins adds a thread. So reads that wait soon run
+    side by side, while a read that takes less time than the start of a thread runs alone. After
+    these first reads `ThreadCount` decides the number.
 
     The rate of a window is computed by Little's law: the average number of unfinished reads,
-    divided by the time that one record takes. A count of the records that end within the window
-    would be far off if many long reads end at the same time.
+    divided by the time that one record takes. A count of the records that were completed in the
+    window would be far off if many long reads end at the same time.
 
     Args:
         fixed: The number of threads; None to adapt the number.
@@ -240,10 +232,11 @@ class ReadPace:
         self._waiting = 0  # number of consumers that wait
         # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
         self._waits: deque[tuple[float, int]] = deque()
-        self._first: _Sums | None = _Sums(0.0, 0.0)  # of the reads before the first decision
+        # Sums over the reads before the first decision; None after it.
+        self._first: _Sums | None = _Sums(0.0, 0.0)
         self._changed = 0.0  # time of the last change of the number of threads
-        self._window: _Sums | None = None
-        self._window_s = 0.0  # least length of the window; 0 for the first, which is one read
+        self._window: _Sums | None = None  # None until the threads are as many as should work
+        self._window_s = 0.0  # least length of the window; 0 for the first one
 
     def limit(self, most: int) -> None:
         """Lowers the largest number of threads, because the system allows no more threads.
@@ -255,10 +248,9 @@ class ReadPace:
         self.threads = self.count.threads = min(most, self.threads)
 
     def begun(self, now: float) -> None:
-        """Notes that a thread begins a task. One thread at a time calls this or `done`.
+        """Notes that a thread begins a task, at a time of `time.perf_counter`.
 
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
+        One thread at a time calls this or `done`.
         """
         self._pass(now)
         self._active += 1
@@ -271,7 +263,7 @@ class ReadPace:
             self._window = self._new_window(now)
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """Notes that a thread has finished a task.
+        """Notes that a thread has finished a task. At the end of a window, decides the number.
 
         Args:
             start: Time at which the task began, in seconds, by `time.perf_counter`.
@@ -281,13 +273,13 @@ class ReadPace:
         """
         self._pass(now)
         self._active -= 1
-        if not size:  # the task read no record of a batch, so its time does not count
+        if not size:  # the task read no record of a batch, so its time is taken out again
             if self._window is not None:
                 self._window.active_s -= now - max(start, self._window.start)
             return
-        each = (now - start) / size
-        last = self.seconds_per_record
-        self.seconds_per_record = each if last is None else (last + each) / 2
+        per_record_s = (now - start) / size
+        last_s = self.seconds_per_record
+        self.seconds_per_record = per_record_s if last_s is None else (last_s + per_record_s) / 2
         if self._fixed is not None:
             return
         if self._first is not None:
@@ -311,21 +303,22 @@ class ReadPace:
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
         self.threads = self.count.threads
-        # With another number of threads, the next window begins when as many threads read. New
-        # threads take a while to start, and threads that should rest may still read.
+        # After a change, the next window begins once that number of threads read: new threads take
+        # a while to start, and threads that should rest may still read.
         self._window = self._new_window(now) if self.threads == threads else None
         if self.threads != threads:
             self._changed = now
 
     def _add_first(self, first: _Sums, wall_s: float, processor_s: float) -> None:
-        """Adds one of the first reads, which were side by side; after the last one, decides.
+        """Adds one of the first reads, which ran side by side; after the last one, decides.
 
-        The very first read counts only if it was alone. Code that runs for the first time makes it
-        longer.
+        In `first`, `records` is the number of these reads, and `tasks` is how many have ended.
         """
         if not first.records:
-            first.records = self._active + 1  # the number of the first reads
+            first.records = self._active + 1
             if self._active:
+                # The time of the very first read counts only if the read was alone, because code
+                # that runs for the first time takes longer.
                 first.tasks = 1
                 return
         first.tasks += 1
@@ -337,26 +330,21 @@ class ReadPace:
             self.threads, self._first = self.count.threads, None
 
     def consumer_waits(self, now: float) -> None:
-        """Notes that a consumer begins to wait for a result. Any thread may call this at any time.
-
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
-        """
+        """Notes that a consumer begins to wait for a result. Any thread may call this."""
         self._waits.append((now, 1))
 
     def consumer_goes_on(self, now: float) -> None:
-        """Notes that a consumer ends its wait for a result. Any thread may call this at any time.
-
-        Args:
-            now: The time in seconds, by `time.perf_counter`.
-        """
+        """Notes that a consumer ends its wait for a result. Any thread may call this."""
         self._waits.append((now, -1))
 
     def _new_window(self, now: float) -> _Sums:
         return _Sums(now, self._process_time())
 
     def _pass(self, now: float) -> None:
-        """Adds the time since the last call to the sums of the window."""
+        """Adds the time since the last call to the sums of the window.
+
+        The consumers' notes since then are applied at their times, in order.
+        """
         waits = [self._waits.popleft() for _ in range(len(self._waits))]
         for until, more in (*waits, (now, 0)):
             if (window := self._window) is not None:
@@ -370,8 +358,8 @@ class ReadPace:
             return False  # too few tasks, or a coarse clock that has not moved
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
         if not self._window_s or is_idle:
-            # The first window ends after one read. A later one ends early if all threads wait,
-            # because more time would show nothing new.
+            # The first window ends after one task per thread. A later one ends early if all threads
+            # wait, because more time would show nothing new.
             return True
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
@@ -392,4 +380,4 @@ class _Sums:
         self.start, self.process_start = start, process_start
         self.active_s = self.starved_s = self.wall_s = self.processor_s = 0.0
         self.records = self.tasks = 0
-        self.now = start  # the sums are up to this time
+        self.now = start  # the time until which `active_s` and `starved_s` are added up

@@ -1,4 +1,4 @@
-"""Pickles a pipeline for other processes, which also get the values of absl's flags."""
+"""Pickles a pipeline for another process, together with the values of absl's flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
 
 
 def unpickled(packed: bytes) -> Any:
-    """Returns the pipeline that `pickled` has pickled, and sets the flags of this process."""
+    """Returns a pipeline that `pickled` has pickled, and sets the flags of this process."""
     pipeline, values = pickle.loads(packed)
     set_flags(values)
     return pipeline

@@ -1,13 +1,13 @@
 """`Pool`: an ordered, bounded map over tasks, which threads run beside the training loop.
 
 Results are numbered from 0, in the order in which the consumer takes them. A task makes one result,
-several results, or a part of one: what it makes is fixed when it is drawn, and never changes. Who
-calls what, in which thread:
+several results, or a part of one. What it makes is fixed when it is drawn. Who calls what, in which
+thread:
 
 * **The consumer** calls ``next``, which starts the threads, waits for the next result and takes it.
 * **A thread of the pool** draws a task (`Tasks.draw`, one thread at a time), runs it (`Task.run`),
-  and puts the results in order (`results.py`). If there is no room for more results, it waits in
-  the draw. If fewer threads should work than were started (`pace.py`), it rests.
+  and puts the results in order (`results.py`). If there is no room for more results, it waits
+  until there is. If fewer threads should work than were started (`pace.py`), it rests.
 * **Any thread** may call the other methods.
 
 The pool promises:
@@ -19,8 +19,8 @@ The pool promises:
   interpreter stop the threads. A thread inside the user's code ends when that code returns.
 * Errors of closing are reported: ``close`` raises them; if nobody calls it, they are logged.
 
-Grain's own background threads can hang on a BaseException, block in ``close`` for as long as their
-source blocks, and can abort the interpreter at exit.
+Grain's own background threads can hang on a BaseException, block ``close`` for as long as their
+source blocks, and abort the interpreter at exit.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ R = TypeVar("R", covariant=True)
 
 # Most seconds that close(), or the interpreter's exit, waits for a thread inside the user's code.
 _JOIN_TIMEOUT_S = 5.0
-# A waiting consumer calls `on_wait` after each time of so many seconds.
+# Seconds between two calls of `on_wait` during a wait.
 _WAKE_S = 1.0
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Task(Protocol[R]):
-    """The work that one thread does at a time."""
+    """A piece of work, which one thread runs."""
 
     @property
     def size(self) -> int:
@@ -66,27 +66,27 @@ class Task(Protocol[R]):
 
     @abstractmethod
     def run(self) -> Iterable[tuple[int, R | Raised]]:
-        """Returns or yields pairs of a number and a result; or of a number and an error.
+        """Returns or yields pairs (number of a result, the result or its error).
 
-        Numbers that the task lacks come from other tasks.
+        Other tasks make the results with other numbers.
         """
 
 
 class Tasks(Protocol[R]):
-    """The work of a pool. One thread at a time calls `draw`; others may be in `stop`."""
+    """The work of a pool. One thread at a time calls `draw`; another one may be in `stop`."""
 
     @abstractmethod
     def draw(self, limit: int) -> Task[R] | None:
-        """Returns the next task; None if there is none before another one ends or `limit` rises.
+        """Returns the next task; None if there is none until another task ends or `limit` rises.
 
         The end, or an error in place of a result, is a task, too: `End`.
 
         Args:
-            limit: Only results with a lower number may be worked on.
+            limit: The task may make only results with lower numbers.
         """
 
     def stop(self) -> None:
-        """Ends waits inside tasks, without waiting for that. Any thread may call this."""
+        """Makes waits inside tasks end soon, and returns at once. Any thread may call this."""
 
     def close(self) -> None:
         """Closes what the tasks use. Called once, after the last task."""
@@ -112,14 +112,14 @@ class Pool(Producer[T]):
 
     The threads start with the first wait, in the `Contexts` of the thread that made this object.
     They refer to this object, so it is not garbage-collected while they run. Therefore the user
-    gets another object. When that object is garbage-collected, it stops the pool.
+    gets another object, which stops the pool when it is garbage-collected.
 
     Args:
         tasks: The work.
         size: Most results that wait or are unfinished.
         name: Prefix of the names of the threads.
         num_threads: Number of threads that work side by side. Unused with `pace`.
-        pace: Decides the number of threads, from the times of the tasks; None to keep the number.
+        pace: Decides the number of threads by the times of the tasks; None to keep the number.
         on_wait: Called about once a second during a wait for the next result, with the seconds that
             the wait has lasted; None for no call.
 
@@ -152,10 +152,9 @@ class Pool(Producer[T]):
         # Reentrant, because the garbage collector may call `stop` in a thread that holds it.
         self._lock = threading.RLock()
         self._one_draws = threading.Lock()
-        # Each is notified of what its waiting threads need: the next result; a result or the end
-        # of a task; more results that may begin, or the end of a task; more threads that should
-        # work.
+        # The next result is here; a result is here, or a task has ended.
         self._came, self._changed = threading.Condition(self._lock), threading.Condition(self._lock)
+        # More results may begin, or a task has ended; more threads should work.
         self._room, self._more = threading.Condition(self._lock), threading.Condition(self._lock)
         _pools.add(self)
 
@@ -204,7 +203,7 @@ class Pool(Producer[T]):
         """
 
         def has_ended() -> bool:
-            # An error does not end the wait at once: an unfinished task may still cause the event.
+            # An error alone does not end the wait: an unfinished task may still cause the event.
             return self._results.end is not None and not self._running
 
         come = self._wait(self._changed, lambda: has_come() or has_ended(), wait_s, on_wait)
@@ -213,7 +212,7 @@ class Pool(Producer[T]):
         return come
 
     def wake(self) -> None:
-        """Makes the threads in `wait_for` check again if their event has happened."""
+        """Makes the threads in `wait_for` check again whether their event has happened."""
         with self._lock:
             self._changed.notify_all()
 
@@ -224,7 +223,14 @@ class Pool(Producer[T]):
         wait_s: float = math.inf,
         on_wait: Callable[[float], None] | None = None,
     ) -> bool | None:
-        """Starts the threads, and waits; see `wait_for`."""
+        """Starts the threads, and waits until `has_come()`; see `wait_for`.
+
+        Args:
+            condition: Notified whenever `has_come` may have become true.
+            has_come: Called with the lock.
+            wait_s: See `wait_for`.
+            on_wait: See `wait_for`. It is called without the lock.
+        """
         if self._is_forked:
             raise ForkedError(
                 "os.fork() made this process and copied no threads, so the iterator cannot make"
@@ -259,9 +265,9 @@ class Pool(Producer[T]):
         """Starts the first thread, which starts the others; a second call does nothing."""
         if self.threads:
             return
-        # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit hook
-        # that was registered last runs first. So `_end_all` is registered again, to end the threads
-        # before the other hooks run.
+        # Exit hooks of JAX and of the user destroy objects that the threads use. The hook that was
+        # registered last runs first. So `_end_all` is registered again, to end the threads before
+        # those hooks run.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
         self._start_more()
@@ -271,7 +277,7 @@ class Pool(Producer[T]):
     def _start_more(self) -> None:
         """Starts one more thread, if more threads should work than were started.
 
-        Each new thread calls this. So the first threads already work while others start.
+        Each new thread calls this, so the first threads already work while others start.
         """
         with self._lock:
             rank = len(self.threads)
@@ -280,11 +286,11 @@ class Pool(Producer[T]):
             thread = threading.Thread(
                 target=self._run, args=(rank,), name=f"{self._name}-{rank}", daemon=True
             )
-            # Before the start: if an interrupt cuts the start short, `close` knows of the thread.
+            # Before the start, so that `close` knows of it if an interrupt cuts the start short.
             self.threads.append(thread)
             self._running += 1
-        # Without the lock, as the start waits for locks of `threading`. The garbage collector may
-        # call `stop` in a thread that holds one of them.
+        # Started without the lock, because the start waits for locks of `threading`. The garbage
+        # collector may call `stop`, which takes the lock, in a thread that holds one of these.
         try:
             with _interrupts_first():
                 thread.start()
@@ -306,7 +312,7 @@ class Pool(Producer[T]):
         The garbage collector may call this at any point of any thread. An interrupted call may be
         repeated.
         """
-        # Imported names may be gone after the interpreter's exit hooks. By then all threads know.
+        # After the interpreter's exit hooks, imported names may be gone. By then all threads know.
         if self._all_know or self._is_forked:
             return
         with self._lock:
@@ -335,11 +341,11 @@ class Pool(Producer[T]):
         self.stop()
         if self._is_forked:
             return
-        # Without a thread no imported name is used: the interpreter's exit may have cleared it.
+        # Without a running thread this uses no imported name, which the exit may have cleared.
         if self._running:
             self._join()
         with self._lock:
-            self._logs_errors = True  # those that come later, because nobody can raise them
+            self._logs_errors = True  # later errors, because nobody is left to raise them
             error, self._close_error = self._close_error, None
         if error is not None:
             raise error
@@ -347,7 +353,7 @@ class Pool(Producer[T]):
     def _join(self) -> None:
         """Waits until the threads have ended, except for the calling thread."""
         own, until = threading.current_thread(), time.monotonic() + _JOIN_TIMEOUT_S
-        # By our own count, as a thread that is just starting is not alive yet, says `threading`.
+        # By our own count: for `threading`, a thread that is just starting is not alive yet.
         with _interrupts_first(), self._lock:
             self._changed.wait_for(lambda: self._running <= (own in self.threads), _JOIN_TIMEOUT_S)
         for thread in self.threads:
@@ -386,13 +392,14 @@ class Pool(Producer[T]):
     # A thread
 
     def _run(self, rank: int) -> None:
+        """The target of a thread. The last thread that ends closes the tasks."""
         with self._lock:
-            if threading.current_thread() not in self.threads:
+            if threading.current_thread() not in self.threads:  # `_start_more` has given it up
                 return
         try:
             self._start_more()
             self._contexts.run(self._work, rank)
-        except BaseException as error:  # not of a task: errors of tasks are results
+        except BaseException as error:  # an error of this package: those of tasks are results
             with self._lock:
                 self._results.put_end(Raised.of(error))
                 self._draw_no_more()
@@ -414,14 +421,17 @@ class Pool(Producer[T]):
             pass
 
     def _step(self, rank: int) -> bool:
-        """Draws one task and runs it, or rests; returns False if no task is left.
+        """Rests if fewer threads should work, then draws a task and runs it.
 
         This is a separate function, so that its variables do not keep a batch in memory while the
         thread waits for the next task.
 
         Args:
-            rank: Number of the calling thread, from 0. The thread rests while its rank is not below
-                the number of threads that should work.
+            rank: Number of the calling thread, from 0. With n threads that should work, only those
+                with a rank below n work.
+
+        Returns:
+            False if no task is left.
         """
         with self._lock:
             self._more.wait_for(lambda: rank < self._wanted or self._is_over)
@@ -458,7 +468,7 @@ class Pool(Producer[T]):
             self._changed.notify_all()
 
     def _run_measured(self, task: Task[T], pace: ReadPace) -> None:
-        """Runs a task, and lets the pace decide by its times how many threads should work."""
+        """Runs a task, and lets `pace` decide by its times how many threads should work."""
         with self._lock:
             start = time.perf_counter()
             pace.begun(start)
@@ -477,7 +487,7 @@ class Pool(Producer[T]):
     def _put(self, number: int, result: T | Raised) -> None:
         with self._lock:
             if self._is_stopped:
-                return  # an error after `stop` may be an effect of the stop
+                return  # after `stop` an error may be an effect of the stop
             if self._results.put(number, result):
                 self._came.notify()
                 self._changed.notify_all()
@@ -488,8 +498,8 @@ class Pool(Producer[T]):
 class _interrupts_first:
     """Raises the interrupt (Ctrl-C) of a wait, in place of the error that Python makes of it.
 
-    If a signal's handler raises in `Condition.wait` or in `Thread.start`, after a lock was released
-    and before Python notes that, the next step is a RuntimeError: the lock is released once more.
+    A signal's handler may raise in `Condition.wait` or in `Thread.start`, after a lock was released
+    and before Python notes that. Python then releases the lock again, which is a RuntimeError.
     """
 
     def __enter__(self) -> None:

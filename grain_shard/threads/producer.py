@@ -1,7 +1,7 @@
-"""`Producer`: an iterator whose consumer can stop and close it; `mapped`: a pool over its items.
+"""`Producer`: an iterator whose consumer can stop and close it.
 
-Batches pass a chain of producers, from the source at the top to the training loop at the bottom. A
-producer is asked for its next item, and told to end, by the producer below it.
+Batches pass a chain of producers, from the source at the top to the training loop at the bottom.
+Each producer asks the one above it for items, and tells it to end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class Producer(Iterator[T]):
         """
 
     def close(self) -> None:
-        """Ends the threads and processes of this producer, and of the producers above it.
-
-        This waits until they have ended.
-        """
+        """Ends the threads and processes of this producer and of those above it, and waits."""
 
 
 class Items(Producer[T]):

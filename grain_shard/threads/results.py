@@ -14,9 +14,9 @@ class Known(NamedTuple):
     """The results that are ready by now.
 
     Attributes:
-        results: Number of results that are ready or were taken, without a gap from the first one.
+        results: Number of results that are ready or were taken, from the first one without a gap.
         end: The error that follows these results, or StopIteration if no more results follow. None
-            if it is not known yet.
+            if neither is known yet.
     """
 
     results: int
@@ -42,7 +42,7 @@ class Results(Generic[T]):
     def __init__(self, size: int):
         self._size, self.taken = size, 0
         self.end: Raised | None = None
-        self._waiting: dict[int, T | Raised] = {}  # those that were not taken, by number
+        self._waiting: dict[int, T | Raised] = {}  # results that were not taken yet, by number
         self._ready = 0  # number of results before the first missing one, taken ones included
         self._failed = sys.maxsize  # number of the first error so far
 
@@ -55,7 +55,7 @@ class Results(Generic[T]):
         """Adds a result or its error. If a result gets several errors, the first one counts.
 
         Returns:
-            True if more results are ready now, or the end.
+            True if more results are ready now, or the end is known.
         """
         if self.end is not None or number < self._ready:
             return False
@@ -70,14 +70,14 @@ class Results(Generic[T]):
         return self._ready > before or self.end is not None
 
     def put_end(self, error: Raised) -> None:
-        """Ends the results that are ready now with an error, if they have no end yet."""
+        """Puts an error after the results that are ready now, unless they have an end already."""
         self.end = self.end or error
 
     def take(self) -> T:
         """Returns the next result.
 
         Raises:
-            BaseException: The error, or StopIteration, in its place.
+            BaseException: The error in place of the result, or StopIteration.
         """
         if self.taken >= self._ready and self.end is not None:
             self.end.throw()

@@ -5,10 +5,10 @@ This module adds these things:
 
 * An error of any class reaches the training loop. Some errors cannot be pickled, for example if
   their class is defined in the main script, or if they hold a lock. With Grain alone such an error
-  is lost, and the loop hangs. Also with Grain alone, an error that is not an `Exception` ends the
-  worker, and only the log of the worker has it.
-* Workers ignore the signals that a terminal or a scheduler sends to every process of a job: Ctrl-C,
-  and for example the SIGTERM before a time limit. The loop may catch the signal and go on.
+  is lost, and the loop hangs. An error that is not an `Exception` ends a worker of Grain alone, and
+  appears only in that worker's log.
+* Workers ignore the signals that a terminal or a scheduler sends to every process of a job, such as
+  Ctrl-C, or the SIGTERM before a time limit. The loop may catch the signal and go on.
 * A worker ends with the process that started it, even if that process is killed.
 * A worker has the values of absl's flags.
 """
@@ -40,9 +40,10 @@ from grain_shard.grain_inside.flags import let_grain_read_its_flags
 from grain_shard.threads.pickling import pickled, unpickled
 from grain_shard.threads.producer import Producer
 
-# A function from the number of a worker, and the number of workers, to the worker's elements.
+# A function that takes the number of a worker and the number of workers, and returns the worker's
+# elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
-# The remedy for a loop that each worker would begin, too.
+# The remedy if a worker that imports the main script begins the loop, too.
 _GUARD = (
     'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
     " imports that script."
@@ -51,8 +52,8 @@ _GUARD = (
 _ALIGNMENT = 64
 # Signals to a whole job. They are meant for the training script, so the workers ignore them.
 _TO_THE_JOB = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-# For each call of `close` that is at work, an event that is set at its end; and the most seconds
-# that the interpreter's exit waits for it.
+# An event for each unfinished call of `close`, which sets it at its end; and the most seconds that
+# the interpreter's exit waits for each of them.
 _closing: set[threading.Event] = set()
 _EXIT_WAITS_S = 60.0
 
@@ -60,8 +61,8 @@ _EXIT_WAITS_S = 60.0
 def _wait_until_closed() -> None:
     """Waits for the threads that are closing worker processes.
 
-    At the interpreter's exit Grain closes its iterators, too, and fails if a thread that is at it
-    comes first. With its priority this function runs before that.
+    At its own exit hook Grain closes its iterators, and fails if another thread closes one of them
+    at the same time. With a higher priority, this hook runs before Grain's.
     """
     for ended in _closing.copy():
         ended.wait(_EXIT_WAITS_S)
@@ -79,13 +80,13 @@ class WorkerProcesses(Producer[Any]):
     Args:
         make: Makes the elements of a worker. Each worker calls it for its first element.
         num_workers: Number of processes.
-        buffer_size: Most elements of all workers together that wait or are in the making. The
-            number may be exceeded, because Grain keeps at least four elements for each worker.
+        buffer_size: Most elements of all workers together that wait or are unfinished. There may be
+            more, because Grain keeps at least four elements for each worker.
     """
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
         refuse_in_worker()
-        # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
+        # For each worker Grain keeps 2 * per_worker + 2 elements: `per_worker` in the worker's
         # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
         self._make, self._is_closed = make, False
@@ -129,9 +130,9 @@ class WorkerProcesses(Producer[Any]):
                 with noting("while closing the worker processes"):
                     elements.close()
             finally:
-                # Grain's iterators are in reference cycles with the semaphores of their processes.
-                # If the garbage collector finds the cycles while new semaphores are made, or while
-                # the interpreter exits, the old ones leak. So the cycles are collected now.
+                # Grain's iterators form reference cycles with the semaphores of their processes. If
+                # these are garbage-collected while new semaphores are made, or while the
+                # interpreter exits, the semaphores leak. So the cycles are collected now.
                 del elements
                 gc.collect()
                 _closing.discard(ended)
@@ -140,14 +141,14 @@ class WorkerProcesses(Producer[Any]):
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Blocks signals to the job in the calling thread, and in the processes that it starts.
+    """Blocks signals to the job in the calling thread, and so in the processes that it starts.
 
-    A worker unblocks the signals when it is ready to ignore them. The main process gets its signals
-    in another thread.
+    A worker unblocks the signals when it is ready to ignore them. Meanwhile other threads of the
+    main process receive its signals.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
     try:
-        # The tracker of shared memory serves the workers, too. When it starts, it unblocks signals.
+        # The tracker of shared memory serves the workers, too, and unblocks signals at its start.
         multiprocessing.resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_JOB)
         yield
@@ -169,14 +170,14 @@ def _begin_worker(index: int, count: int) -> None:
 def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)  # the process that would end this worker is gone
+        os.kill(os.getpid(), signal.SIGKILL)  # nobody else is left to end this worker
 
 
 def _why_it_ended(exit_code: int, begun: bool) -> str:
-    """Explains the exit code of a worker.
+    """Explains the exit code of a worker that ended before the loop did.
 
     Args:
-        exit_code: The exit code. A negative one is the number of the signal that killed the worker.
+        exit_code: A negative one is the number of the signal that killed the worker.
         begun: True if the workers have made an element.
     """
     if exit_code >= 0:
@@ -215,11 +216,7 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
 
 
 def refuse_in_worker() -> None:
-    """Raises an error if a worker process imports the main script, which would start more workers.
-
-    Raises:
-        ShardingError: A worker process imports the main script.
-    """
+    """Raises a `ShardingError` in a worker that is importing the main script and so its loop."""
     main = sys.modules.get("__mp_main__")
     if main is not None and main is not sys.modules["__main__"]:
         raise ShardingError(
@@ -234,8 +231,8 @@ class _Share(grain.IterDataset):
     Grain calls `set_slice` to pass the number of the worker and the number of workers.
 
     Args:
-        make: The pickled function that makes the elements. It is given as bytes, because Grain
-            would make a copy of the function for each worker.
+        make: The pickled function that makes the elements. Bytes, because Grain would copy the
+            function for each worker.
     """
 
     def __init__(self, make: bytes):
@@ -255,8 +252,8 @@ class _ShareIterator(grain.DatasetIterator):
     It has no state, because `make` returns elements that begin at the right position.
 
     Args:
-        make: Returns the elements. It is called for the first element and not before, because
-            Grain also makes an iterator in the main process, and takes no element from it.
+        make: Returns the elements. It is called only for the first element, because Grain also
+            makes an iterator in the main process, from which it takes no element.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]]):
@@ -283,8 +280,8 @@ class _ShareIterator(grain.DatasetIterator):
 def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns an element as bytes, to be sent in shared memory.
 
-    Grain sends only arrays in shared memory, and anything else through a pipe. A worker could not
-    end before the main process has read its pipe. So both results are arrays.
+    Grain sends arrays in shared memory, and everything else through a pipe, and a worker cannot end
+    before the main process has read its pipe. So both results are arrays.
 
     Returns:
         The bytes of the element (its pickle, then its arrays) as uint8[n], and the number of bytes
@@ -322,19 +319,19 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 def sendable_error(error: BaseException) -> BaseException:
     """Returns an error that can be sent to another process.
 
-    It is the same error if the error is an `Exception` and can be pickled. Otherwise it is a
+    That is the error itself if it is an `Exception` and can be pickled. Otherwise it is a
     RuntimeError with the class name, the text and the notes of the error. The cause of an error
     cannot be sent, so the traceback of the cause is added as a note.
     """
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        told = "".join(traceback.format_exception(cause)).rstrip()
-        error.add_note(f"grain_shard: the cause of this error, in a worker process:\n{told}")
+        trace = "".join(traceback.format_exception(cause)).rstrip()
+        error.add_note(f"grain_shard: the cause of this error, in a worker process:\n{trace}")
     if isinstance(error, Exception):  # any other error would end Grain's worker
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error
-    told = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    substitute = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     for note in notes_of(error):
-        told.add_note(note)
-    return told.with_traceback(error.__traceback__)
+        substitute.add_note(note)
+    return substitute.with_traceback(error.__traceback__)
