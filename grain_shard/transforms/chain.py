@@ -77,49 +77,50 @@ def shard_to(
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
         cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
-            With `num_workers` there may be more: four for each worker, and one. So 8 workers have
-            up to 33 batches. All workers of feeds together have at least four, and two.
+            With `num_workers` there may be more: four for each worker and one, so up to 33 with 8
+            workers. Feeds have at least four for all workers together, and two.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
         num_threads: Number of threads that read a `MapDataset`, or run feeds, at the same time.
-            With None the number is adapted while the loop runs. For a stream, it is the most
-            threads of its ``.to_iter_dataset``. For a `MapDataset` with
+            With None the number is adapted while the loop runs. For a stream, it limits the threads
+            of its ``.to_iter_dataset``. For a `MapDataset` with
             ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
             `num_threads` and `cpu_buffer_size`.
         num_workers: Number of Grain worker processes that make the batches in place of threads.
-            Each of them imports the main script. So its loop, and ``jax.distributed.initialize()``,
-            have to be under ``if __name__ == "__main__":``.
+            Each worker imports the main script. So the script's loop, and its
+            ``jax.distributed.initialize()``, must be under ``if __name__ == "__main__":``.
             With `feeds` each worker runs some of this host's feeds with `num_threads` threads, and
             at most one worker per feed is started.
         executor: A `concurrent.futures.Executor` that makes the batches in place of threads
             (`MapDataset` only), for example Dask's ``client.get_executor()``, with workers on other
             machines. At most `cpu_buffer_size` batches are submitted at a time. A task whose worker
             was lost is submitted again, up to `retries` times. The executor is not shut down.
-            The source has to be safe for several threads if this is a `ThreadPoolExecutor`, even
-            one of a single thread. If it is not, pass ``num_threads=1`` in place of the executor.
+            With a `ThreadPoolExecutor`, even of a single thread, the source must be thread-safe. If
+            it is not, pass ``num_threads=1`` in place of the executor.
         retries: Number of times that a source is asked again, with growing pauses, after an
-            `OSError`, a `TimeoutError` or an exception of a busy bucket. A `Retries` in its place
-            adds classes of exceptions. If a ``.map`` raises one of these classes, its record is
-            tried again, too.
+            `OSError`, a `TimeoutError` or an exception of a busy bucket. A `Retries` instead of a
+            number adds classes of exceptions. If a ``.map`` raises one of these classes, its record
+            is tried again, too.
         on_bad_record: The treatment of a record that still cannot be read or decoded. "error" ends
             the run. "mask" puts a row of padding in the record's place, where the mask is False.
             All other rows stay where they are. In feeds, "mask" drops the record as a filter would.
         max_bad_records: The limit of bad records with "mask"; above it the run ends. A whole number
             is a count. A fraction is a share of the records that a host has read. Fewer than 1,000
             records count as 1,000.
-        rows: The rows that a stream (`IterDataset`) yields on each host. It is required on several
-            hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
-            host yields the same whole batches. "local": each host yields the rows of its own
-            devices, from its own slice of the source (see `ShardByMesh`).
-        timeout_s: Seconds that a host waits for another host, or for its own data, before it raises
-            on several hosts. A host whose training loop is busy elsewhere is waited for ten times
-            as long.
+        rows: What a stream (`IterDataset`) yields on each host. It is required on several hosts,
+            except for a stream of `from_iterable` that was given `rows`. "global": every host
+            yields the same whole batches. "local": each host yields the rows of its own devices,
+            from its own slice of the source (see `ShardByMesh`).
+        timeout_s: On several hosts, seconds that a host waits for another host, or for its own
+            data, before it raises an error. It waits ten times as long for a host whose training
+            loop is busy elsewhere.
 
     Returns:
-        A dataset of batches whose leaves are global `jax.Array`s. They are padded to a multiple of
-        the shards. Text stays on the host. With random access, its iterators have a state of under
-        200 bytes, which can be restored on any number of hosts, workers and devices. The state of
-        feeds has an entry for each feed. The state of a stream needs the same number of hosts.
+        A dataset of batches whose leaves are global `jax.Array`s. Their rows are padded to a
+        multiple of the number of shards. Text stays on the host. With random access, its iterators
+        have a state of less than 200 bytes, which can be restored on any number of hosts, workers
+        and devices. The state of feeds has an entry for each feed. The state of a stream needs the
+        same number of hosts.
 
     Raises:
         ShardingError: An argument is not valid; or the dataset, mesh, spec and batch size do not
@@ -132,7 +133,7 @@ def shard_to(
         )
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
-    threads, buffer_size = None, DevicePut.cpu_buffer_size
+    threads, buffer_size = None, DevicePut.cpu_buffer_size  # the defaults
     if rows != LOCAL:
         ds, (threads, size) = _random_access(ds)
         buffer_size = buffer_size if size is None else size
@@ -161,8 +162,7 @@ class _Chain(Stage):
 
     Attributes:
         put: The last stage, with most settings.
-        pad: The second stage. The kind of the pipeline decides the divisor, which replaces the
-            divisor of this stage.
+        pad: The second stage. Its divisor is replaced once the kind of the pipeline is known.
     """
 
     put: DevicePut
@@ -189,8 +189,8 @@ class _Chain(Stage):
 
         Args:
             ds: The user's dataset of batches.
-            num_shards: Number of shards that a batch of `ds` is cut into: all shards, or only this
-                host's if `ds` yields this host's rows.
+            num_shards: Number of shards that a batch of `ds` is cut into: all shards, or this
+                host's shards if `ds` yields only this host's rows.
         """
         validate = ValidateBatchSize(num_shards, must_divide=not self.pad.pads_short)
         return ds.pipe(validate).pipe(replace(self.pad, divisor=num_shards))
@@ -199,10 +199,11 @@ class _Chain(Stage):
 def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int | None, int | None]]:
-    """Returns the `MapDataset` below ``.to_iter_dataset(read_options)``, and its read options.
+    """Looks through a ``.to_iter_dataset(read_options)`` at the end of a `MapDataset`.
 
-    The options are the number of threads and the batches to buffer; None for a number that is
-    Grain's default. Any other dataset is returned unchanged.
+    Returns:
+        (the `MapDataset`, (number of threads, batches to buffer)). A number is None if it is
+        Grain's default. Any other dataset is returned unchanged, with two None.
 
     Raises:
         ShardingError: The dataset is a `MapDataset` with a ``.filter``.

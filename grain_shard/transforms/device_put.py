@@ -29,10 +29,9 @@ from grain_shard.transforms.stage import Stage, as_stream
 class DevicePut(Settings, Stage):
     """Places this host's rows on its devices, as shards of global arrays, ahead of their use.
 
-    Background threads first make the batches on the host, and then place them on the devices. Over
-    a `MapDataset`, several threads or worker processes make the batches.
-
-    A `DevicePut` has the attributes of `Settings`.
+    Background threads make the batches on the host, and then place them on the devices. Over a
+    `MapDataset`, several threads or worker processes make the batches. The attributes are those of
+    `Settings`.
 
     Example:
         >>> import grain, jax
@@ -46,11 +45,11 @@ class DevicePut(Settings, Stage):
     """
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        """Returns the dataset of global batches, of which several are read at the same time.
+        """Returns the dataset of global batches. Several of them are read at the same time.
 
         Raises:
-            ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
-                no mask.
+            ShardingError: ``on_bad_record="mask"`` is given, but rows cannot be read one by one,
+                or there is no mask.
         """
         if self.rows == LOCAL:
             return self(as_stream(ds))
@@ -74,8 +73,8 @@ class DevicePut(Settings, Stage):
         This host runs only the feeds whose rows it holds.
 
         Raises:
-            ShardingError: An option does not fit the streams, or feeds cannot be divided among the
-                hosts of the mesh.
+            ShardingError: An option does not fit the streams, or the hosts of the mesh cannot
+                divide the feeds among them.
         """
         if self.executor is not None:
             raise ShardingError(
@@ -101,7 +100,7 @@ class DevicePut(Settings, Stage):
         return self._sharded(ds.after(rows), host, lambda: size)
 
     def _of_host(self, host_rows: H) -> H:
-        """Returns the rows of this host, which a `ShardBatch` may have chosen before."""
+        """Returns this host's rows, which an earlier `ShardBatch` may already have chosen."""
         return host_rows if host_rows.layout else host_rows.of_host(self.shardings.layout())
 
     def _sharded(
@@ -111,7 +110,7 @@ class DevicePut(Settings, Stage):
         records_per_batch: Callable[[], int | None],
     ) -> ShardedDataset:
         if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
-            # Each host then trains by itself. That is allowed, but rarely intended.
+            # Then each host trains by itself, which is allowed, but rarely intended.
             logging.warning(
                 "grain_shard: the mesh has only devices of this host, but the job has %d hosts. So"
                 " this host reads all rows of every batch, independently of the other hosts. That"
@@ -127,10 +126,10 @@ class DevicePut(Settings, Stage):
 
 
 def _check_can_leave_out(ds: RowMapDataset) -> None:
-    """Checks that single rows of the batches can be masked, for ``on_bad_record="mask"``.
+    """Checks for ``on_bad_record="mask"`` that single rows of the batches can be masked.
 
     Raises:
-        ShardingError: Rows cannot be read alone, or the batches have no mask.
+        ShardingError: Rows cannot be read one by one, or the batches have no mask.
     """
     if not ds.host_rows.reads_rows_alone:
         raise ShardingError(

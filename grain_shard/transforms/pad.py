@@ -32,11 +32,11 @@ class PadToDivisible(Padding, RowsStage):
     def change(self, host_rows: H) -> H:
         """Returns the rows with this padding, in place of an earlier one; see `HostRows.padded`.
 
-        The iterator of a stream raises a `ShardingError` for a batch with more rows than a full
-        batch. It also does so for a short batch if `remainder` is "error", and for any batch if
-        `remainder` is not "pad" and `divisor` does not divide the rows of a full batch. If the size
-        of a full batch is not known, the first batch counts as full. In feeds, padding also stands
-        for the rows of feeds that have ended.
+        A stream is checked only while it is read. Its iterator raises a `ShardingError` for a batch
+        with more rows than a full batch; for a short batch if `remainder` is "error"; and for any
+        batch if `remainder` is not "pad" and `divisor` does not divide the rows of a full batch. If
+        the size of a full batch is unknown, the first batch counts as full. In feeds, padding also
+        replaces the rows of feeds that have ended.
 
         Raises:
             ShardingError: `remainder` is "error" and the last batch is short. Or `remainder` is

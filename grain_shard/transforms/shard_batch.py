@@ -15,8 +15,7 @@ class ShardBatch(RowsStage):
     """Keeps the rows of each batch that this host's devices hold.
 
     Over a `MapDataset` it reads only the records of these rows, unless a ``batch_fn`` or a ``.map``
-    after ``.batch`` needs the whole batch. The arrays of its batches are new ones, to which nothing
-    else refers.
+    after ``.batch`` needs the whole batch. Nothing else refers to the arrays of its batches.
 
     Example:
         >>> import grain
@@ -40,8 +39,8 @@ class ShardBatch(RowsStage):
     def change(self, host_rows: H) -> H:
         """Returns the rows of this host: leaves are ``[host_batch_size, ...]``.
 
-        Warns if this host has to read rows that it does not hold. A stream of the user must be the
-        same on every host. Only the feeds that make this host's rows run.
+        Warns if this host must read rows that it does not hold. A user's stream must be the same on
+        every host. With feeds, this host runs only those whose rows it holds.
 
         Raises:
             ShardingError: The shards do not divide the batch size.

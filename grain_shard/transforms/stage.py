@@ -20,8 +20,8 @@ from grain_shard.streams.stream_dataset import StreamDataset
 class Stage(ABC):
     """The base class of a stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
 
-    There are two kinds of pipelines: random access, and streams, which may be feeds. A stage
-    implements a method for each kind. Only this file finds out the kind of a dataset.
+    There are two kinds of pipelines: random access, and streams, which may be feeds. A stage has a
+    method for each kind. Only this file finds out which kind a dataset is.
     """
 
     def __call__(self, ds: Any) -> Any:
@@ -47,7 +47,7 @@ class Stage(ABC):
 
 
 class RowsStage(ABC):
-    """A stage that only changes the host's rows of the batches, alike for each kind of pipeline."""
+    """A stage that only changes a host's rows of the batches, in the same way for both kinds."""
 
     def __call__(self, ds: Any) -> Any:
         """Returns the dataset after this stage; see `Stage`."""
@@ -60,15 +60,15 @@ class RowsStage(ABC):
 
 
 def as_stream(ds: RowMapDataset) -> grain.IterDataset:
-    """Returns batches that are this host's own rows as a stream, whose end hosts agree on."""
+    """Turns batches of this host's own rows into a stream, because hosts agree on its end."""
     return ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
 
 
 def _with_rows(ds: Any) -> RowMapDataset | StreamDataset:
-    """Returns a user's dataset as one with `HostRows`.
+    """Returns the user's dataset as one whose rows a stage can change.
 
     Raises:
-        ShardingError: `ds` is no dataset of batches, or is sharded already.
+        ShardingError: `ds` is not a dataset of batches, or is sharded already.
     """
     log_missing_names()
     if sharded(ds) is not None:
@@ -110,7 +110,7 @@ def _with_rows(ds: Any) -> RowMapDataset | StreamDataset:
 
 
 def _refuse_columns(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a dataset if its source is columns, of which Grain would take each for a record.
+    """Refuses a source that is a dict or tuple of columns: Grain takes each column for a record.
 
     Raises:
         ShardingError: The source is a dict or tuple of columns.

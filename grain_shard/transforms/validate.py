@@ -19,10 +19,9 @@ from grain_shard.transforms.stage import RowsStage
 class ValidateBatchSize(RowsStage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
-    If the shards do not divide the size, and batches may be padded, the log says so.
-
-    The check is made when the dataset is built. An `IterDataset` may not know its batch size. Its
-    first batch is then checked.
+    If the shards do not divide the size, and batches may be padded, a warning is logged. The check
+    is made when the dataset is built, or at the first batch of an `IterDataset` whose batch size is
+    unknown before.
 
     Example:
         >>> import grain
@@ -35,8 +34,8 @@ class ValidateBatchSize(RowsStage):
         divisor: Number of shards that the rows of a batch are cut into.
         must_divide: True if `divisor` must divide the batch size; False if batches are padded.
         shortfall: Function that takes the number of rows of one shard, and returns a warning if
-            they are too few, else None. `grain_shard.training.HardwareType.H100.shortfall` compares
-            the rows with the number recommended for an H100. None for no check.
+            they are too few, or None. `grain_shard.training.HardwareType.H100.shortfall` compares
+            them with the number recommended for an H100. None for no check.
     """
 
     divisor: int
@@ -47,10 +46,10 @@ class ValidateBatchSize(RowsStage):
         require_int("divisor", self.divisor, 1)
 
     def change(self, host_rows: H) -> H:
-        """Returns the rows after a check of the batch sizes.
+        """Checks the batch sizes, and returns the rows as they are.
 
-        A batch size that is not known yet is checked at the first batch. The first batch of a
-        stream is also checked for a ``.batch`` that was forgotten.
+        An unknown batch size is checked at the first batch. A stream's first batch also shows
+        whether ``.batch`` was forgotten.
 
         Raises:
             ShardingError: The dataset has no batch. Or `must_divide` is True, and the shards do not
@@ -61,12 +60,13 @@ class ValidateBatchSize(RowsStage):
     def check(self, global_batch_size: int, num_streams: int = 1) -> None:
         """Checks one batch size.
 
-        If the shards do not divide the size, it logs a warning, or raises. If `shortfall` finds too
-        few rows in a shard, it warns.
+        If the shards do not divide the size, this logs a warning, or raises. If `shortfall` finds
+        too few rows in a shard, this warns.
 
         Args:
             global_batch_size: Rows of a batch.
-            num_streams: Number of streams that each give the same number of rows.
+            num_streams: Number of streams that give the batch equal numbers of rows: the remedy
+                suggests a size that they divide, too.
 
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.
