@@ -1,4 +1,4 @@
-"""Computes the size of a batch, and finds the busiest stage, for statistics and for profiles."""
+"""The size of a batch and the busiest stage, for statistics and for profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grain_shard.spans import BATCH, PAD, PLACE, READ
 
 # The stages of the threads that make host batches. A thread runs them one after the other.
 MAKING = READ, BATCH, PAD
-# A stage that works for a smaller share of the time than this is not busy, because it mostly waits.
+# A stage that works for a smaller share of the time than this mostly waits, so it is not busy.
 BUSY = 0.5
 
 
@@ -33,11 +33,7 @@ class ReadThreads(NamedTuple):
 
 
 def size_of(batch: Any) -> dict[str, int]:
-    """Returns a dict with a batch's number of rows ("records") and its number of bytes ("bytes").
-
-    Args:
-        batch: A tree of arrays.
-    """
+    """Returns the number of rows ("records") and of bytes ("bytes") of a tree of arrays."""
     leaves = jax.tree.leaves(batch)
     return {
         "records": next((np.shape(x)[0] for x in leaves if np.ndim(x)), 1),

@@ -1,9 +1,9 @@
 """The statistics of an iterator.
 
-`Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
-the figures of two periods: the whole run, and the last minute. To add a figure, write one
-property of `Figures` under `@_figure`. This decorator takes the first words of the printed line and
-the format of the figure. `Stats.as_dict` and ``str(stats)`` are made from the properties.
+`Figures` holds sums over a period, and each figure is a property computed from them. `Stats` holds
+the figures of two periods: the whole run, and the last minute. To add a figure, write one method of
+`Figures` under `@_figure`, with the line on which it is printed and its format. `Stats.as_dict` and
+``str(stats)`` then have it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ FIGURES: dict[str, Figure] = {}
 
 
 def _figure(*words: Any, is_sum: bool = False) -> Callable[[Callable[[Any], _T]], _T]:
+    """Makes a method of `Figures` a property, and enters its `Figure(*words)` in `FIGURES`."""
+
     def entered(compute: Callable[[Any], _T]) -> _T:
         FIGURES[compute.__name__] = Figure(*words, is_sum=is_sum)
         return cast(Any, property(compute))  # type checkers see the type of the figure itself
@@ -84,11 +86,7 @@ class Figures:
         return self.sums.get(name, 0)
 
     def since(self, before: Figures) -> Figures:
-        """Returns the figures of a shorter period, which begins when `before` was computed.
-
-        Args:
-            before: Earlier figures of the same iterator, with the same beginning.
-        """
+        """Returns the figures of the part of this period after `before`, which began with it."""
         return replace(
             self,
             sums=_difference(self.sums, before.sums),
@@ -142,7 +140,7 @@ class Figures:
         None if only placement is measured, and it takes less than half of the time.
         """
         seen = self.threads(*MAKING)
-        # Some of the threads that have worked may rest by now, if fewer threads are better.
+        # Some of the threads that have worked may rest by now, if fewer threads read better.
         threads = max(1, min(seen, self.reads.number or seen))
         making = self.stage_s(*MAKING) / threads / (self.seconds or 1)
         placing = self.stage_s(PLACE) / (self.seconds or 1)
@@ -155,7 +153,7 @@ class Figures:
 
     @_figure(DONE, "{:,} records masked as bad", is_sum=True)
     def bad_records(self) -> int:
-        """Number of records that could not be read, and whose rows are masked."""
+        """Number of records that could not be read, so that their rows are masked."""
         return int(self["bad_records"])
 
     @_figure(RATES, "{:,.0f} records/s")
@@ -232,13 +230,9 @@ class Figures:
         return self.stage_s(stage) / max(1, self["placed"]) if is_seen else None
 
     def line(self, line: str) -> str:
-        """Returns the figures of one line of ``str(self)``. A figure that is None or 0 is left out.
+        """Returns one line of ``str(self)`` without its first words, such as `LOOP`.
 
-        Args:
-            line: The first words of the line, such as `LOOP`.
-
-        Returns:
-            The text after the first words; "not seen" if all figures of the line are left out.
+        A figure that is None or 0 is left out; "not seen" stands for a line without figures.
         """
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
@@ -288,7 +282,7 @@ class Stats:
 
     @property
     def reads(self) -> ReadThreads:
-        """Number of threads that read now, with the reason; ``str`` of it is "" if not known."""
+        """Number of threads that read now, with the reason; its ``str`` is "" if unknown."""
         return self.total.reads
 
     @property
@@ -309,11 +303,11 @@ class Stats:
         Args:
             prefix: First part of all names, for example to tell evaluation from training.
         """
-        found = {
-            **{n: getattr(self.total if f.is_sum else self.recent, n) for n, f in FIGURES.items()},
-            "read_threads": self.read_threads,
-        }
-        return {f"{prefix}/{n}": v for n, v in found.items() if isinstance(v, int | float)}
+        values: dict[str, Any] = {}
+        for name, figure in FIGURES.items():
+            values[name] = getattr(self.total if figure.is_sum else self.recent, name)
+        values["read_threads"] = self.read_threads
+        return {f"{prefix}/{n}": v for n, v in values.items() if isinstance(v, int | float)}
 
     def __repr__(self) -> str:
         return str(self)  # the value of a notebook's cell

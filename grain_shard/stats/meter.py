@@ -29,13 +29,13 @@ _LONG = 0.1
 class _Loop(NamedTuple):
     """The times and sums of the training loop, as one value.
 
-    One assignment replaces the whole value, so another thread never sees half of a change.
+    One assignment replaces the whole value, so that another thread never sees half of a change.
     `began`, `until` and `since` are times of the meter's clock, in seconds.
     """
 
     began: float = 0.0  # start of the first call of next
     until: float = 0.0  # end of the last call of next
-    since: float | None = None  # start of the call of next that runs now; None if none does
+    since: float | None = None  # start of the call of next that runs now; None between two calls
     wait_s: float = 0.0  # seconds in all finished calls of next
     sums: Mapping[str, int] = {}  # sums over the batches handed out; replaced, never mutated
 
@@ -44,7 +44,7 @@ class Meter:
     """Measures the work of one iterator.
 
     As a context manager it measures how long the training loop waits for a batch. If the loop
-    waits long for this host's data, the log says so, at most once a minute.
+    waits much for this host's data, a warning is logged, at most once a minute.
 
     Args:
         clock: Returns the time in seconds.
@@ -75,12 +75,12 @@ class Meter:
     def opens(
         self, reads: Callable[[], ReadThreads], faults: Callable[[], FaultCounts] = FaultCounts
     ) -> None:
-        """Notes that the iterator has opened its batches at a position, the first or another one.
+        """Notes that the iterator has opened a run, the first one or another one.
 
         Args:
             reads: Returns the number of threads that read side by side, and its reason.
-            faults: Returns the counts of failed reads since the position was opened. The counts
-                from before are kept and added.
+            faults: Returns the run's counts of failed reads. Those of earlier runs are kept and
+                added.
         """
         self._reads, self._faults, self._faults_before = reads, faults, self.faults()
 
@@ -91,12 +91,12 @@ class Meter:
     def __enter__(self) -> None:
         now, loop = self._clock(), self._loop
         began = loop.began if loop.until else now
-        self._loop = _Loop(began, loop.until, now, loop.wait_s, loop.sums)
+        self._loop = loop._replace(began=began, since=now)
 
     def __exit__(self, *exc_info: object) -> None:
         now, loop = self._clock(), self._loop
         wait_s = loop.wait_s + now - (now if loop.since is None else loop.since)
-        self._loop = _Loop(loop.began, now, None, wait_s, loop.sums)
+        self._loop = loop._replace(until=now, since=None, wait_s=wait_s)
 
     def placed(self, batch: Any) -> Mapping[str, int]:
         """Counts a batch as placed on the devices.
@@ -120,9 +120,9 @@ class Meter:
         """
         loop, now, more = self._loop, self._clock(), {"batches": 1, **size}
         sums = {name: loop.sums.get(name, 0) + number for name, number in more.items()}
-        self._loop = _Loop(loop.began, now, loop.since, loop.wait_s, sums)
-        # The first figures are kept after the first batch. So recent figures leave out the time of
-        # the first batch, which includes all work that is done only once.
+        self._loop = loop._replace(until=now, sums=sums)
+        # The first figures are kept after the first batch, so recent figures never include its
+        # time, which has all work that is done only once.
         if not self._kept or now - self._kept[-1][0] >= _KEEP_S:
             self._kept.append((now, self.total()))
             while len(self._kept) > 1 and self._kept[1][0] <= now - RECENT_S:
@@ -158,7 +158,7 @@ class Meter:
             "retries": faults.retries,
             "bad_records": faults.bad_records,
         }
-        # A dict that threads add to cannot be iterated, so this iterates over copies.
+        # Over copies, because threads add to these dicts meanwhile.
         stages_s: dict[tuple[int | str, str], float] = {
             (thread, stage): seconds
             for thread, tally in self._tallies.copy().items()
