@@ -140,7 +140,8 @@ class RandomAccess(HostBatches):
         start = self._batching.cuts.progress(0) if position is None else position
         batching, settings = self._batching.beginning_at(start), self._settings
         total, faults = batching.num_batches(), Faults(settings.fault_rules)
-        indices, reads = range(start.step, total), ReadThreads  # as in `Opened`: not measured
+        indices = range(start.step, total)
+        reads: Callable[[], ReadThreads] = ReadThreads  # "not measured", if others read
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, faults)
             batches = self._from_executor(tasks, batching, start.step)
@@ -295,7 +296,7 @@ def _refuse_state_of_grain(state: Any) -> None:
                 match worker:
                     case {"next_index": int(given)}:
                         count += given
-            # Each process has read as many elements of its own slice of the records.
+            # Every process of the job has read as many elements, each from its own slice.
             processes = state.get(PROCESSES)
             records = count * (processes if type(processes) is int else jax.process_count())
             remedy = (
@@ -306,8 +307,8 @@ def _refuse_state_of_grain(state: Any) -> None:
         case _:
             return
     raise StateError(
-        f"an iterator of Grain's own saved this state, after {count} records or batches.\n  remedy:"
-        f" {remedy}. That is right only if Grain read the same records in the same order."
+        f"one of Grain's own iterators saved this state, after {count} records or batches.\n"
+        f"  remedy: {remedy}. That is right only if Grain read the same records in the same order."
     )
 
 

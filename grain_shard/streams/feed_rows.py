@@ -138,7 +138,8 @@ class FeedRows(StreamRows):
         )
 
     def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:
-        layout = next(iter(layouts.values()))  # all layouts have the same mesh axes and divisor
+        # All layouts have the same mesh axes and divisor. `up` is the size of a padded batch.
+        layout = next(iter(layouts.values()))
         groups = len({of_host.shards for of_host in layouts.values()})
         mesh_axes, up = layout.mesh_axes, layout.padded(self.global_batch_size)
         if self.num_feeds < groups:

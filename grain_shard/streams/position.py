@@ -79,11 +79,9 @@ class StreamsPosition(NamedTuple):
             learned = {name: found.pop(name, None) for name in streams.learned}
         if any(type(count) is not int for count in learned.values()):
             raise StateError(f"{entry.format(0)} lacks {', '.join(learned)}.\n{UNCHANGED}")
-        at_start = [number for number, found in states.items() if step and not found]
-        if at_start:
-            problem = (
-                f"feeds {shortened(at_start)} are at their beginning in a state of step {step}"
-            )
+        unread = [number for number, found in states.items() if step and not found]
+        if unread:
+            problem = f"feeds {shortened(unread)} are at their beginning in a state of step {step}"
             raise StateError(f"{problem}.\n{UNCHANGED}")
         pickled = {number: pickle.dumps(found) for number, found in states.items()}
         return cls(step, pickled, learned)

@@ -100,11 +100,10 @@ class _TurnTasks(Tasks[T], Generic[T]):
         self._lock = threading.Lock()
         self._drawn = dict.fromkeys(turns.readers, 0)  # number of turns drawn, by stream
         self._busy = set[StreamReader]()  # streams that a thread is inside of
-        # Number of turns -> those taken so far, or the errors in their place. A result needs one of
-        # each stream.
+        # Turn number -> the turns with this number so far, or errors in their place.
         self._taken: dict[int, list[Turn | Raised]] = {}
         self._next = 0  # number of the next turns to join
-        self._left_out = 0  # how often the turns of a number made no result
+        self._left_out = 0  # number of turns of each stream that made no result
         self._joining = False  # True while a result is made, and after an error or the end
 
     def draw(self, limit: int) -> Task[T] | None:

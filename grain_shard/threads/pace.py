@@ -263,7 +263,10 @@ class ReadPace:
             self._window = self._new_window(now)
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """Notes that a thread has finished a task. At the end of a window, decides the number.
+        """Notes that a thread has finished a task.
+
+        The first tasks lead to the first decision on the number of threads. After that, each window
+        of tasks leads to the next decision.
 
         Args:
             start: Time at which the task began, in seconds, by `time.perf_counter`.

@@ -94,10 +94,11 @@ class DevicePut(Settings, Stage):
             self.cpu_buffer_size,
             rows.fault_rules(layouts, self.fault_rules),
         )
-        saved = rows.to_save(layouts, jax.process_index())
-        size = rows.unpadded_size if yields != LOCAL else None
-        host = HostStreams(rows, options, yields, saved)
-        return self._sharded(ds.after(rows), host, lambda: size)
+        saved_feeds = rows.to_save(layouts, jax.process_index())
+        host = HostStreams(rows, options, yields, saved_feeds)
+        # The size of local batches says nothing about the batches of other hosts.
+        global_size = rows.unpadded_size if yields != LOCAL else None
+        return self._sharded(ds.after(rows), host, lambda: global_size)
 
     def _of_host(self, host_rows: H) -> H:
         """Returns this host's rows, which an earlier `ShardBatch` may already have chosen."""
