@@ -58,7 +58,7 @@ class HostBatches(ABC):
 
     Attributes:
         kind: The kind of the pipeline, which states contain and hosts compare.
-        ends_by_vote: True if the pipeline has no length, so that the hosts have to vote on its end.
+        ends_by_vote: True if the pipeline has no length, so that the hosts must vote on its end.
         rows: What the pipeline yields on each of several hosts. "global": the same whole batches,
             of which the host keeps its rows. "local": only the host's own rows. "feeds": the rows
             of the host's feeds.

@@ -105,8 +105,8 @@ class Meter:
             batch: This host's rows of the batch, as a tree of NumPy arrays.
 
         Returns:
-            The number of "records" and the number of "bytes" in the host's rows. Without a mask
-            every row is a record.
+            The numbers of "records" and "bytes" in the host's rows. Without a mask every row counts
+            as a record.
         """
         self._placed += 1
         size, mask = size_of(batch), mask_of(batch, self._mask_key)

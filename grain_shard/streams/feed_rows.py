@@ -100,6 +100,7 @@ class FeedRows(StreamRows):
             >>> rows.rows_of(BatchLayout(divisor=2, shards=(1,)))
             {2: [0, 1], 3: [0, 1]}
         """
+        # Feed f gives the rows from f * size on. The rows after the last feed's are padding.
         size, found = self.rows_in_turn, dict[int, list[int]]()
         for start, stop in layout.ranges(self.padded_size(self.global_batch_size)):
             for feed in range(start // size, min(-(-stop // size), self.num_feeds)):
@@ -243,6 +244,7 @@ class FeedJoiner(Joiner):
             ShardingError: A row has another tree, shape or dtype than the stacker's row.
         """
         given, padding = {turn.number: turn.rows for turn in turns}, self._padding
+        # The rows, the feed of each row for error messages, and where rows of padding stand.
         rows, feeds, missing = list[Any](), list[int](), list[int]()
         for feed, kept in self._by_feed.items():
             of_feed = given.get(feed, [])

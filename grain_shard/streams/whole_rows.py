@@ -102,7 +102,7 @@ class WholeJoiner(Joiner):
 
     def join(self, turns: Sequence[Turn]) -> Batch:
         rows, batch = self._rows, turns[0].rows[0]
-        if not (rows.checks or rows.padding or rows.layout):
+        if not (rows.checks or rows.padding or rows.layout):  # no stage changes the batch
             return owned(batch) if rows.copies else batch
         flat = FlatBatch.of(batch)
         if not self._has_begun:
