@@ -19,12 +19,14 @@ import pytest
 import grain_shard
 from benchmarks.soak import signals
 from grain_shard import rehearse
+from grain_shard.threads.pool import Pool
 from tests.conftest import (
     HOSTS_S,
     Restorable,
     assert_ended,
     background_threads,
     data_mesh,
+    eventually,
     numbered,
     wait,
 )
@@ -165,6 +167,19 @@ def test_an_error_of_a_signal_handler_is_an_interrupt(error):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (rows, errors) == ([0, 8, 16, 24], 1)
+
+
+def test_an_interrupt_in_the_comparison_of_a_run_of_one_batch_is_raised(monkeypatch):
+    def interrupted(pool, has_come, **options):
+        eventually(lambda: pool.known().end is not None)
+        raise KeyboardInterrupt
+
+    with iter(numbered(8, 8).shard_to(data_mesh(2))) as iterator:
+        with monkeypatch.context() as patch:
+            patch.setattr(Pool, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
+        assert [own_rows(batch)[0] for batch in iterator] == [0]
 
 
 ENDLESS = {

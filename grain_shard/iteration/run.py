@@ -161,11 +161,11 @@ class Run:
         record = host.first_record
         try:
             self._batches.wait_for(lambda: record.is_read, on_wait=log_long_wait)
+        except StopIteration:
+            pass  # the end of this host's batches comes in a later `next`
         except BaseException as error:
-            # The end of this host's batches, or the error of one of them, comes in a later `next`.
-            # The first batch can be compared nevertheless.
-            end = self._batches.known().end
-            if error is not end and not isinstance(end, StopIteration):
+            # So does the error of a later batch. The first batch can be compared nevertheless.
+            if error is not self._batches.known().end:
                 raise
         record.run()  # reads the record if no thread of the batches has read it
         fields = {**host.next_batch(position), **put_batch.describe()}
