@@ -2,7 +2,7 @@
 
 Importing this package installs ``.shard_to`` on `grain.MapDataset` and `grain.IterDataset`.
 
-Parts that not every pipeline needs are in separate modules: `grain_shard.checkpoint` (Orbax),
+Parts that only some pipelines need are in separate modules: `grain_shard.checkpoint` (Orbax),
 `grain_shard.rehearse` (many hosts on one machine), `grain_shard.placement` (batches on devices
 without a pipeline), `grain_shard.training` (meshes, model states, data-parallel steps) and
 `grain_shard.measuring` (throughput).

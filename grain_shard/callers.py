@@ -32,20 +32,21 @@ def loop_line() -> str:
 
 
 def lines_in_pipelines() -> list[str]:
-    """Returns the lines at which threads are in functions that this package or Grain has called.
+    """Returns where threads are in sources and functions that this package or Grain has called.
 
     Returns:
-        The innermost line of the user's program in each such thread, or of an installed library,
-        as ``source.py:17 in __getitem__``; then the number of threads, if there are several.
+        A text for each line, such as ``source.py:17 in __getitem__ (2 threads)``. It is the
+        innermost line of the user's program or, if there is none, of an installed library.
     """
     at = collections.Counter(map(_called_line, sys._current_frames().values()))
     return [f"{line} ({n} threads)" if n > 1 else line for line, n in at.most_common() if line]
 
 
 def _called_line(innermost: FrameType) -> str:
+    """Returns the line of one thread; "" if this package and Grain have called nothing in it."""
     frames = [*_outwards(innermost)]
-    outermost = max((i for i, frame in enumerate(frames) if _is_own(frame)), default=0)
-    called = [f for f in frames[:outermost] if not _is_own(f) and not _is_python(f)]
+    outermost_own = max((i for i, frame in enumerate(frames) if _is_own(frame)), default=0)
+    called = [f for f in frames[:outermost_own] if not _is_own(f) and not _is_python(f)]
     frame = _users(called)
     return "" if frame is None else f"{_line(frame)} in {frame.f_code.co_name}"
 

@@ -51,10 +51,11 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     def async_save(
         self, directory: Any, args: CheckpointSave
     ) -> CoroutineType[Any, Any, list[future.Future] | None]:
-        """Does the same, and writes in the background.
+        """Takes the same state now, and writes it in the background.
 
-        The hosts compare their batches in this call, before any item of the checkpoint is saved:
-        Orbax has just waited for all hosts. In Orbax's own threads an error would be logged, too.
+        In this call, `state_writer` compares the hosts. Orbax has just waited for all of them, and
+        has not saved any item of the checkpoint yet. If one of Orbax's own threads compared them,
+        an error would also appear in the log.
         """
         write = state_writer(args.iterator)
 

@@ -14,7 +14,8 @@ import numpy as np
 # Arrays of fewer bytes than this are digested as a whole. From a larger array, the digest takes
 # samples at even distances.
 _MOST_BYTES = 2**20
-# What NumPy takes for an array. It takes bytes and text for text.
+# Python's own values that NumPy makes an array of. Bytes and text are not among them: NumPy would
+# make text of both.
 _ARRAYS = bool | int | float | complex | bytearray | memoryview
 
 
@@ -31,10 +32,10 @@ def digest(value: Any) -> str:
 def element_digest(element: Any) -> str:
     """Returns 16 hex digits that stand for the values of an element, the same in every process.
 
-    The digest is of bits, shapes, dtypes and keys. It is not of containers: a number and an array
-    without axes, a memory map and an array, a dict and another mapping, a list and a tuple have the
-    same digest. An array of 1 MiB or more counts only by a sample of its values. An absolute path
-    counts only by its file name.
+    The digest depends on bits, shapes, dtypes and keys, but not on the kind of container: a number
+    and an array without axes, a memory map and an array, a dict and another mapping, a list and a
+    tuple have the same digest. It takes a sample of an array of 1 MiB or more, and only the file
+    name of an absolute path.
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
@@ -75,11 +76,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, AbstractSet):
         yield f"<set {len(value)}>".encode()
         yield from sorted(b"".join(_parts(item)) for item in value)
-    elif (
-        isinstance(value, _ARRAYS)
-        or hasattr(value, "__array__")
-        or hasattr(value, "__array_interface__")
-    ):
+    elif isinstance(value, _ARRAYS) or _is_array(value):
         array = np.asarray(value)
         if isinstance(value, int) and array.dtype.hasobject:  # an int of more than 64 bits
             yield f"<int {value:x}>".encode()
@@ -89,6 +86,10 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from _parts({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     else:
         raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") or hasattr(value, "__array_interface__")
 
 
 def _sized(kind: str, value: bytes) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ def noting(where: str) -> Iterator[None]:
     """Adds a note to any error raised in the ``with`` block.
 
     Args:
-        where: Where the error came, in words, such as "in feed 3"; "" for no note.
+        where: The place of the error in words, such as "in feed 3"; "" for no note.
     """
     try:
         yield
@@ -136,7 +136,7 @@ class StateError(GrainShardError, ValueError):
 
 
 class BadRecordsError(GrainShardError, RuntimeError):
-    """More records cannot be read than the user allows. The message lists some of them.
+    """There are more unreadable records than the user allows. The message lists some of them.
 
     Example:
         >>> issubclass(BadRecordsError, RuntimeError)
@@ -160,7 +160,7 @@ def reopening() -> Iterator[None]:
 class AgreementError(GrainShardError, RuntimeError):
     """The hosts do not run the same program, or another host has failed.
 
-    The message names the host, and the field that differs or the host's error.
+    The message names the host. It also gives the host's error, or the setting that differs.
 
     Attributes:
         series: The name of the iterator, if all its hosts raise this error; "" otherwise.
@@ -193,7 +193,7 @@ def describe_spec(spec: Any) -> str:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Returns an array as text, such as ``int32[256, 1000]``, or the type's name of an object."""
+    """Returns an array as text, such as ``int32[256, 1000]``; for other objects, the class name."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape or ()))}]"
     return type(leaf).__name__
@@ -206,15 +206,15 @@ def shortened(value: Any) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns the text of an error, also if the error's own ``__str__`` fails."""
+    """Returns the text of an error. If the error's ``__str__`` raises, the text says so."""
     try:
         return str(error)
-    except Exception:  # the user's exception class is faulty, but its error has to be told
+    except Exception:  # the class is the user's, and its fault must not hide the error
         return "(the text of this error cannot be read)"
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Returns the notes on an error that are text. A user's class may have others."""
+    """Returns the notes on an error, except those of a user's class that are not text."""
     return [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
 
 
@@ -232,11 +232,6 @@ def describe_error(error: BaseException) -> str:
 def require_int(name: str, value: Any, minimum: int) -> None:
     """Raises an error if an option is not an integer, or is too small.
 
-    Args:
-        name: Name of the option.
-        value: Value of the option.
-        minimum: Smallest allowed value.
-
     Raises:
         ShardingError: `value` is not an int of at least `minimum`.
     """
@@ -249,11 +244,6 @@ def require_int(name: str, value: Any, minimum: int) -> None:
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises an error if an option is not one of the allowed words.
-
-    Args:
-        name: Name of the option.
-        value: Value of the option.
-        choices: The allowed words.
 
     Raises:
         ShardingError: `value` is not in `choices`.
@@ -271,7 +261,7 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
     The steps have to be integers in ascending order, and the first one has to be 0.
 
     Args:
-        name: Name of the values in the message, such as "batch sizes".
+        name: What the message calls the schedule, such as "batch sizes".
         given: The schedule.
         remedy: The remedy in the message.
 
@@ -288,7 +278,7 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
 
 
 class Raised(NamedTuple):
-    """An error, or StopIteration for the end, in place of a result.
+    """An error that takes the place of a result. StopIteration stands for the end of the data.
 
     Attributes:
         error: The error.
@@ -320,5 +310,5 @@ class Raised(NamedTuple):
         """Raises the error: the same object every time, except for StopIteration."""
         if isinstance(self.error, StopIteration):
             raise StopIteration
-        # With the first traceback, because Python would make it longer with each raise.
+        # Python makes an error's traceback longer with each raise, so it starts from the first one.
         raise self.error.with_traceback(self.traceback)

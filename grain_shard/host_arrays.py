@@ -13,7 +13,7 @@ import numpy as np
 # promises a multiple of 16.) If the address of an array and the size of its shards are multiples of
 # 64 bytes, the address of each shard is one, too.
 ALIGNMENT_BYTES = 64
-# The copy of an array of at most this many bytes takes a few microseconds.
+# An array of at most this many bytes is copied in a few microseconds.
 _FEW_BYTES = 2**16
 
 
@@ -47,8 +47,8 @@ def copied(array: np.ndarray) -> np.ndarray:
 def owned(tree: Any) -> Any:
     """Returns a tree with copies of its NumPy arrays.
 
-    The iterator that made the arrays may write to them again for its next tree. So this has to be
-    called before the next tree is asked for, in the same thread.
+    An iterator may reuse its arrays for its next tree. So call this before `next`, in the same
+    thread.
     """
     return jax.tree.map(_owned_leaf, tree)
 

@@ -14,7 +14,7 @@ _CLASSES = (grain.MapDataset, grain.IterDataset)
 
 
 class _OnUse:
-    """The method `shard_to`, whose code is imported at its first use, and not with the package."""
+    """The method `shard_to`. Its module is imported at the first use, not with the package."""
 
     def __get__(self, ds: Any, cls: type) -> Any:
         from grain_shard.transforms.chain import shard_to
@@ -25,7 +25,7 @@ class _OnUse:
 def install() -> None:
     """Makes `shard_to` a method of Grain's datasets. ``import grain_shard`` calls this.
 
-    If a class already has a ``shard_to`` of another package, it stays, and a warning is given.
+    A ``shard_to`` of another package is kept, with a warning.
 
     Example:
         >>> install()  # a second time does nothing

@@ -1,9 +1,9 @@
 """Puts arrays on devices without a pipeline, under the names of ``datarax.distributed``.
 
 `place_on_device` and `distribute_batch` place one tree of arrays. `prefetch_to_device` places the
-batches of an iterable, ahead of the loop. `DevicePlacement` has these functions, and a few more, as
-methods of one object with a default device. All of them take whole batches. For training, end the
-pipeline with `.shard_to`, which reads only this host's rows.
+batches of an iterable, ahead of the loop. `DevicePlacement` has these and a few more functions as
+methods, with a default device. All of them take whole batches. For training, end the pipeline with
+`.shard_to`, which reads only this host's rows.
 
 A tree has numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars. The result has
 `jax.Array`s in their place. Text stays on the host. A leaf that no device can hold, such as Python

@@ -1,7 +1,4 @@
-"""Reads the public names of a module from its stub, the only list of them.
-
-Type checkers read the same stub.
-"""
+"""Reads the public names of a module from its stub, which type checkers read, too."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ def public_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` for a module that has a stub.
 
-    Each name is imported when it is first used. So importing the package takes some milliseconds,
-    while flax or Orbax take a second.
+    Each name is imported when it is first used. So importing the package takes some milliseconds.
+    Importing flax or Orbax with it would take a second.
 
     Args:
         package: The package to which the imports of the stub are relative.

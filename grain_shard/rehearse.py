@@ -15,8 +15,8 @@ A test can call a function on every host, and gets all results in a list::
     [0, 1]
 
 If a host fails, the other hosts are ended, and the report shows the host that failed first. When
-the rehearsal ends, its hosts and their child processes end, too. The exception is a rehearsal that
-is ended by SIGKILL, which leaves no time to end them: each host then runs on until it next prints.
+the rehearsal ends, so do its hosts and their child processes. Only SIGKILL leaves no time to end
+them: each host then runs until it next prints.
 """
 
 from grain_shard.tools.rehearse.rehearsal import run, run_script

@@ -39,8 +39,8 @@ class Span(NamedTuple):
         end: End of the work, in seconds, by `time.perf_counter`.
         processor_s: Seconds of the work in which a processor was busy. In the other seconds the
             thread waited for a source, for the interpreter's lock or for a processor.
-        part: Name of the part of the stage to which the work belongs, if this part is also counted
-            separately; None otherwise.
+        part: Name of a part of the stage, such as "map", whose time is also counted separately;
+            None if the work belongs to no such part.
     """
 
     stage: str
@@ -52,10 +52,10 @@ class Span(NamedTuple):
 
 
 class Counter(Protocol):
-    """Adds up the time of each stage of one iterator; `Meter` is one."""
+    """Adds up the time of each stage of one iterator. `Meter` implements it."""
 
     def tally(self) -> dict[str, float]:
-        """Returns the calling thread's seconds by stage. Only this thread may add to them."""
+        """Returns a dict of the calling thread's seconds by stage, to which it alone may add."""
         ...
 
 
@@ -75,7 +75,8 @@ def counter() -> Counter | None:
 def count_apart() -> None:
     """Gives the calling thread its own tally of spans.
 
-    The thread needs one if it has copied the context of another thread.
+    A thread that runs in a copy of another thread's context calls this. Otherwise both threads
+    would add to one tally.
     """
     if (found := counter()) is not None:
         _counting.set((found, found.tally()))
@@ -105,8 +106,8 @@ class span:  # a context manager; @contextmanager on a generator takes 1.5 times
 
     Args:
         stage: Name of the stage.
-        part: Name of the part of the stage to which the work belongs, if this part is also counted
-            separately; None otherwise.
+        part: Name of a part of the stage, such as "map", whose time is also counted separately;
+            None if the work belongs to no such part.
     """
 
     __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")
@@ -158,5 +159,5 @@ def recorded() -> Iterator[list[Span]]:
     try:
         yield spans
     finally:
-        # Not by `remove`, for which another recording with the same spans is equal.
+        # `remove` could delete another recording, because lists with equal spans are equal.
         del _listeners[next(i for i, listener in enumerate(_listeners) if listener is spans)]

@@ -3,8 +3,8 @@
 JSON turns tuples into lists. Grain's `ConcatThenSplitIterDataset` compares a part of its state with
 a tuple. If that part has become a list, as in Grain's own checkpoints, the iterator ignores it and
 continues with other rows, without an error. JSON has no bytes and no arrays either. So `sealed`
-marks what JSON lacks, and adds a digest. With the digest, `unsealed` refuses a state that lost
-something in a storage.
+marks tuples, bytes and arrays, and adds a digest. By the digest, `unsealed` notices that a storage
+changed the state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNCHANGED = (
     "  remedy: pass set_state() the value that get_state() returned, unchanged. If a storage"
     " changes it, store json.dumps(state) as text."
 )
-# Marks of values that JSON lacks. A dict whose only key is a mark has the value, as JSON.
+# Marks of values that JSON lacks. Such a value becomes a dict whose only key is the mark.
 _TUPLE, _BYTES, _ARRAY, _TENSOR, _PAIRS = (
     *("__tuple__", "__bytes__", "__array__"),
     "__tensor__",  # of PyTorch, as in the state of its generators
@@ -97,9 +97,9 @@ def unsealed(saved: Any, name: str) -> dict[str, Any]:
 
 
 def from_storage(state: Any) -> dict[str, Any]:
-    """Returns a state as ``get_state`` returned it, from a storage that keeps ints as arrays.
+    """Returns a state as ``get_state`` returned it, with ints in place of arrays without axes.
 
-    Storages such as NumPy's files give back an array without axes in place of an int.
+    Some storages, such as NumPy's files, return such an array for an int.
 
     Example:
         >>> from_storage({"kind": "feeds", "step": np.array(3)})
@@ -147,7 +147,7 @@ def why_unsaved(state: Mapping[str, Any]) -> str:
 
 
 def warn_unsaved(why: str) -> None:
-    """Logs that a loop cannot be saved: now, and not only at the first save.
+    """Logs that a loop cannot be saved, before the first save fails.
 
     Args:
         why: What `why_unsaved` returned.
@@ -166,11 +166,18 @@ def _is_json(value: Any) -> bool:
 
 
 def _to_json(value: Any, path: _Path) -> Any:
+    """Returns a value as JSON: ``(0, 7)`` becomes ``{"__tuple__": [0, 7]}``.
+
+    Args:
+        value: A part of the state.
+        path: The keys that lead to this part, for an error.
+    """
     if isinstance(value, NoState):
         value.refuse()
-    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it
+    torch: Any = sys.modules.get("torch")  # a program that has a tensor has imported PyTorch
     if torch is not None and isinstance(value, torch.Tensor):
-        with contextlib.suppress(TypeError, RuntimeError):  # bfloat16; on a GPU, or in a graph
+        # NumPy refuses bfloat16, a tensor on a GPU, and a tensor that needs gradients.
+        with contextlib.suppress(TypeError, RuntimeError):
             return {_TENSOR: _of_array(value.numpy())}
     if isinstance(value, np.generic | np.ndarray) and not value.shape:
         value = value.item()
@@ -206,6 +213,7 @@ def _to_array(content: list[Any]) -> np.ndarray:
 
 
 def _from_json(saved: Any) -> Any:
+    """Returns the value that `_to_json` converted."""
     if isinstance(saved, list):
         return [_from_json(item) for item in saved]
     if not isinstance(saved, dict):
@@ -246,5 +254,5 @@ def _described(path: _Path, value: Any) -> str:
 
 
 def _foreign(path: _Path, value: Any) -> StateError:
-    problem = f"get_state() returned no such state: {_described(path, value)}"
+    problem = f"this state is not as get_state() returned it: {_described(path, value)}"
     return StateError(f"{problem}, which is not JSON.\n{UNCHANGED}")

@@ -1,7 +1,8 @@
 """Records and batches as trees: their leaves, the paths of leaves, and checks of batches.
 
 For JAX a tree is a dict, list, tuple, NamedTuple, OrderedDict, defaultdict, None, and
-registered classes. A leaf is an array, a number or text. Anything else is refused by its name.
+registered classes. A leaf is an array, a number or text. Any other object is refused, and the error
+names its class.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
 # The classes of leaves that are arrays of NumPy, numbers or text.
 _ARRAYS = np.ndarray, np.generic, int, float, complex, str, bytes
-# The most frequent of them, and None, which has no leaf.
+# The most frequent of these classes, and that of None, which has no leaf.
 _FREQUENT = {np.dtype(code).type for code in np.typecodes["All"]}
 _FREQUENT |= {np.ndarray, np.memmap, bool, int, float, complex, str, bytes, type(None)}
 # Attributes of rows and tables with labels, such as those of pandas, polars and pyarrow.
@@ -49,7 +50,7 @@ def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
     """Returns the path of a leaf as text, such as ``batch['image']``.
 
     Args:
-        keys: The keys of JAX that lead to the leaf.
+        keys: JAX's keys that lead to the leaf.
         root: The first part of the path.
     """
     return root + jax.tree_util.keystr(tuple(keys))
@@ -58,12 +59,12 @@ def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
 def leaves_of(
     tree: Any, root: str = ROOT, name: Callable[[], str] = lambda: "the keys"
 ) -> tuple[list[Any], Any]:
-    """Returns the leaves and the structure of a tree. This is faster than `flatten`.
+    """Returns the leaves and the structure of a tree, faster than `flatten` with its paths.
 
     Args:
         tree: The tree.
         root: The first part of the path in a message.
-        name: Returns the name of the keys of a dict in a message.
+        name: Returns the first words of a message, such as "the keys". Only an error calls it.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -93,14 +94,16 @@ def check_record(record: Any, *, is_changed_later: bool) -> None:
 
     Args:
         record: The record.
-        is_changed_later: True if functions of the user change the batch. They may make arrays of
-            lists and of objects. So only mappings are refused of which NumPy stacks the keys.
+        is_changed_later: True if a function of the user changes the batch afterwards. Lists and
+            objects are then allowed, because that function may make arrays of them. Still refused
+            is a mapping whose keys NumPy would stack in place of its values.
 
     Raises:
         ShardingError: A leaf is an object of a class that JAX does not know, or there is a list of
             numbers or text.
     """
-    paths, leaves, _ = flatten(record)  # first, because it names keys that cannot be sorted
+    # This comes first, because its error names keys that cannot be sorted.
+    paths, leaves, _ = flatten(record)
     if not is_changed_later:
         check_lists(record)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -109,17 +112,13 @@ def check_record(record: Any, *, is_changed_later: bool) -> None:
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Checks that a leaf of JAX is an array, a number or text, or a sequence of these.
+    """Refuses a leaf that is not an array, a number, text, or a sequence of these.
 
-    It may also be an object of a class that JAX does not know. NumPy would take the keys of a
-    mapping for its data.
-
-    Args:
-        path: The path of the leaf.
-        leaf: The leaf.
+    For JAX, any object of a class that it does not know is a leaf: a set, a table of pandas, a
+    dataclass. Each kind of object gets a remedy of its own.
 
     Raises:
-        ShardingError: The leaf is an object of another class. The message names the class.
+        ShardingError: The leaf is such an object. The message names its class.
     """
     if isinstance(leaf, _ARRAYS):
         return
@@ -164,8 +163,8 @@ def _is_array(leaf: Any) -> bool:
 def has_only_arrays(tree: Any) -> bool:
     """Returns True if every leaf is an array of NumPy, a number or text.
 
-    This takes less than a microsecond. It may return False for such a tree, too, if a container or
-    a leaf is of a rare class.
+    This quick check takes less than a microsecond. It also returns False if a container or a leaf
+    is of a rare class.
     """
     if isinstance(tree, dict):
         tree = tree.values()
@@ -180,16 +179,16 @@ def are_arrays(leaves: Iterable[Any]) -> bool:
 
 
 def array_of(leaf: Any) -> Any:
-    """Returns the array of a leaf of another library, such as an image or a tensor.
+    """Converts a leaf of another library, such as an image or a tensor, to an array of NumPy.
 
-    Any other leaf is returned as it is. So is a leaf that `as_arrays` refuses.
+    Any other leaf is returned unchanged, and so is a leaf that `as_arrays` refuses later.
 
     Raises:
         Exception: The leaf does not become an array.
     """
     if isinstance(leaf, (*_ARRAYS, Mapping)) or any(hasattr(leaf, name) for name in _LABELS):
         return leaf
-    # An image makes its `__array_interface__`, so only its class is asked for that.
+    # An image computes its `__array_interface__` when asked, so only the class is asked for it.
     if not (hasattr(type(leaf), "__array_interface__") or hasattr(leaf, "__array__")):
         return leaf
     try:
@@ -202,10 +201,9 @@ def array_of(leaf: Any) -> Any:
 
 
 def check_lists(tree: Any) -> None:
-    """Checks that a record or a batch has no list of numbers or text.
+    """Refuses a list of numbers or text in a record or a batch.
 
-    JAX would take each item of the list for a separate leaf. The items of a tuple are leaves, too:
-    they count as fields.
+    JAX would make a leaf of each item. A tuple is allowed: its items are meant as fields.
 
     Raises:
         ShardingError: The tree has such a list.
@@ -217,7 +215,7 @@ def check_lists(tree: Any) -> None:
                 " or np.array(list) in .map before .batch. If each item is a field of its own, use"
                 " a tuple."
             )
-            if not keys:  # an array alone would be refused, too
+            if not keys:  # the whole record is a list, and an array alone would be refused, too
                 remedy = (
                     "return a dict of arrays from .map before .batch, such as"
                     ' {"x": np.array(list)}, because only a dict can hold the mask.'
@@ -267,10 +265,10 @@ def as_arrays(
     Args:
         paths: The paths of the leaves, for messages.
         leaves: The leaves.
-        name: Returns the name of a leaf in messages.
+        name: Returns the first words of a message, such as "the leaf". Only an error calls it.
 
     Raises:
-        ShardingError: A leaf is no array, number or text. Or it is ragged, a masked array, of
+        ShardingError: A leaf is not an array, a number or text. Or it is ragged, a masked array, of
             Python objects or PRNG keys, or of another dtype that no device can hold.
     """
     arrays = []
@@ -280,34 +278,41 @@ def as_arrays(
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # for a ragged list (NumPy), or typed PRNG keys (JAX)
             array = np.empty((), object)
+        # Name the class of the objects in the array, if it can be named.
         if array.dtype.kind == "O" and (item := _first_leaf(array)) is not None:
             check_leaf(path, item)
-        problem = remedy = ""
-        if isinstance(leaf, np.ma.MaskedArray):
-            problem = f"{name()} is a masked array, whose mask would be lost on the devices."
-            remedy = (
-                "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another"
-                " leaf."
-            )
-        elif array.dtype.kind == "O" and isinstance(leaf, jax.Array):
-            problem = f"{name()} holds typed PRNG keys of JAX, which NumPy cannot hold."
-            remedy = (
-                "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in"
-                " the training step, by jax.random.wrap_key_data."
-            )
-        elif array.dtype.kind == "O" and not is_text(array):
-            problem = f"{name()} holds Python objects, such as None or rows of different lengths."
-            remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
-        elif not (is_text(array) or is_numeric(array.dtype)):
-            problem = f"{name()} has a dtype that JAX lacks: {array.dtype}."
-            remedy = _remedy_of(array.dtype)
-            if not array.dtype.isnative:
-                remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
-        if problem:
+        if refusal := _refusal(leaf, array):
+            problem, remedy = refusal
             shown = describe_leaf(leaf if array.dtype.kind == "O" else array)
-            raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
+            raise ShardingError(f"{name()} {problem}", path=path, leaf=shown, remedy=remedy)
         arrays.append(array)
     return arrays
+
+
+def _refusal(leaf: Any, array: np.ndarray) -> tuple[str, str] | None:
+    """Returns why no device can hold a leaf, and the remedy; None for text and allowed numbers."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return (
+            "is a masked array, whose mask would be lost on the devices.",
+            "return np.ma.filled(leaf, 0) from .map, and np.ma.getmaskarray(leaf) as another leaf.",
+        )
+    if array.dtype.kind == "O" and isinstance(leaf, jax.Array):
+        return (
+            "holds typed PRNG keys of JAX, which NumPy cannot hold.",
+            "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the"
+            " training step, by jax.random.wrap_key_data.",
+        )
+    if is_text(array) or is_numeric(array.dtype):
+        return None
+    if array.dtype.kind == "O":
+        return (
+            "holds Python objects, such as None or rows of different lengths.",
+            "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
+        )
+    remedy = _remedy_of(array.dtype)
+    if not array.dtype.isnative:
+        remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
+    return f"has a dtype that JAX lacks: {array.dtype}.", remedy
 
 
 def _first_leaf(objects: np.ndarray) -> Any:
@@ -371,6 +376,7 @@ class FlatBatch:
                 numbers, two leaves differ in their number of rows, or all leaves are scalars.
         """
         leaves, structure = leaves_of(batch)
+        # Most batches are numeric arrays already. For them all slower checks are skipped.
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
             check_lists(batch)
             leaves = as_arrays(flatten(batch)[0], leaves)
@@ -386,7 +392,7 @@ class FlatBatch:
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the leaves, such as ``batch['image']``. Slow, so only messages use them."""
+        """Paths of the leaves, such as ``batch['image']``, for messages only: they are slow."""
         return flatten(self.structure.unflatten(range(self.structure.num_leaves)))[0]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
