@@ -48,19 +48,21 @@ def microbatches(batch: Batch, n: int) -> Batch:
 
 
 def _cut(n: int, keys: KeyPath, leaf: Any) -> jax.Array:
+    """Cuts one leaf; raises an error if `n` does not divide the rows of each shard."""
     if not jnp.ndim(leaf):
         return jnp.broadcast_to(leaf, (n,))
     rows, *dims = leaf.shape
     sharding = jax.typeof(leaf).sharding
-    shards = num_shards(sharding)  # those of Explicit axes; a type does not have those of Auto axes
+    shards = num_shards(sharding)  # over Explicit axes: under jit a type does not name Auto axes
     if rows % (n * shards):
         mesh = sharding.mesh
-        auto = [
+        auto_sizes = [
             size
-            for size, of_axis in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-            if of_axis == AxisType.Auto
+            for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+            if axis_type == AxisType.Auto
         ]
-        most_shards = shards * math.gcd(math.prod(auto), rows // shards)
+        # Auto axes may shard the rows, too, so the batch size in the remedy is a multiple of them.
+        most_shards = shards * math.gcd(math.prod(auto_sizes), rows // shards)
         in_shards = f" in {shards} shards" if shards > 1 else ""
         raise ShardingError(
             f"{rows} rows{in_shards} do not split into {n} microbatches.",

@@ -48,7 +48,7 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
 
     Raises:
         ShardingError: The rows do not split into the shards of this process, a leaf does not fit
-            its sharding, or a leaf has a dtype, or integers, that no device can hold.
+            its sharding, or a leaf has a dtype or integers that no device can hold.
 
     Example:
         >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
@@ -56,7 +56,9 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
         (16, 3)
     """
     shardings = ShardingTree.of(sharding)
+    # Without replicated shardings, because scalars say nothing about the rows of this process.
     spread = [one for one in shardings.shardings() if not one.is_fully_replicated]
+    # If this process has all shards, its rows are the whole batch.
     if all(one.is_fully_addressable for one in spread):
         return put_tree(batch, shardings)
     return Assembler(shardings, ShardingTree.of(spread).layout())(owned(batch))
@@ -105,11 +107,10 @@ def data_parallel_train_step(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Runs one training step for linen or plain parameters, compiled once for all devices.
 
-    Leaves that are not on a mesh yet are placed first. The batch is then sharded over the mesh's
-    data axis, and state and rngs are replicated. If some leaves are on a mesh already, that mesh is
-    used. Else it is the mesh of `jax.set_mesh`, or a new mesh over all devices if none is set. On
-    Explicit axes the compiler shards the values inside the step, as on Auto axes. The new state
-    keeps the sharding of the old state.
+    Leaves that are not on a mesh yet are placed first: the batch is sharded over the data axis, and
+    state and rngs are replicated. The mesh is that of the leaves already placed, else the mesh of
+    `jax.set_mesh`, else a new mesh over all devices. On Explicit axes, too, the compiler chooses
+    the shardings inside the step. The new state keeps the sharding of the old state.
 
     The compiled step is kept for each of the last 32 pairs (`loss_fn`, `optimizer`). So define both
     once: a lambda that is made for each call is compiled for each call.
@@ -132,7 +133,7 @@ def data_parallel_train_step(
         TypeError: `state` and `optimizer` do not fit together.
         ShardingError: The size of the data axis does not divide the rows. Or the batch is not on a
             mesh yet, and the mesh has several axes, none of them called "data". Or a leaf is text,
-            or has a dtype, or integers, that no device can hold.
+            or has a dtype or integers that no device can hold.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -197,12 +198,12 @@ def _compiled_step(
 
 
 def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
-    """Returns state, batch and rngs on one mesh: leaves that are not on a mesh yet are placed.
+    """Returns state, batch and rngs, after it has placed all leaves that are not on a mesh yet.
 
     Inside a `jax.jit` all three are returned unchanged.
 
     Raises:
-        ShardingError: A leaf does not fit on the mesh, or is text, or has a dtype, or integers,
+        ShardingError: A leaf does not fit on the mesh, or is text, or has a dtype or integers
             that no device can hold.
     """
     leaves = jax.tree.leaves((state, batch, rngs))
@@ -216,7 +217,7 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     def place(keys: KeyPath, leaf: Any) -> Any:
         if _is_on_mesh(leaf):
             return leaf
-        root = keys[0].key
+        root = keys[0].key  # "state", "batch" or "rngs"
         path = root + keystr(keys[1:])
         spec = _spec_of_rows(mesh) if root == ROOT else PartitionSpec()
         array = put_leaf(path, leaf, NamedSharding(mesh, spec))

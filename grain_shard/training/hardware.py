@@ -2,8 +2,7 @@
 
 In this module a batch size counts **tokens per chip** for a model that applies its weights to every
 token, and **examples per chip** for a model that applies its weights once per example. Under data
-parallelism that is one device's share of the global batch. Where an argument may be None, None
-stands for the chip of this process's first device.
+parallelism that is one device's share of the global batch.
 
 A matrix multiplication reads its weights from memory once per training step, for any number of
 tokens or examples. Below the critical batch size the chip waits for the weights. Above it, the
@@ -26,7 +25,7 @@ class ChipSpec:
     Attributes:
         flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
         bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
-        source: The publication that both rates are from.
+        source: The publication that gives both rates.
         sizes_of_datarax: The minimum, optimal and critical batch size that the library datarax has
             for the chip; None if it has none. They are kept so that its users get the same sizes.
     """
@@ -174,7 +173,8 @@ def detect_hardware(device: Any = None) -> HardwareType:
     kind = device.device_kind.lower()
     tpu = "tpu_v5p" if kind == "tpu v5" else kind.replace(" lite", "e").replace("tpu v", "tpu_v")
     # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), of which one word must be the model.
-    # So "NVIDIA L40S" is no L4. AMD's "gfx942" matches no chip: MI300A, MI300X and MI325X share it.
+    # So "NVIDIA L40S" is not an L4. AMD's "gfx942" matches no chip, because MI300A, MI300X and
+    # MI325X share it.
     names = {tpu, *re.split(r"[\s\-_]+", kind)}
     chips = (chip for chip in HardwareType if chip.spec is not None and chip.value in names)
     return next(chips, HardwareType.UNKNOWN)
@@ -183,13 +183,13 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """Returns batch sizes for a chip: from the library datarax, else from the chip's peak rates.
+    """Returns batch sizes for a chip: those of the library datarax, or computed from peak rates.
 
-    From the peak rates, `roofline_batch_size` gives the critical size. The minimum is a quarter of
-    the critical size, rounded up to a multiple of 8, the height of a TPU's smallest tile. At this
-    size a matrix multiplication still reaches a quarter of its peak rate. The optimum is the
-    critical size rounded up to a multiple of 64, which fills the tiles of a matrix unit. A CPU and
-    an unknown chip have fixed sizes.
+    If they are computed, `roofline_batch_size` gives the critical size. The minimum is a quarter of
+    it, rounded up to a multiple of 8, the height of a TPU's smallest tile. At this size a matrix
+    multiplication still reaches a quarter of its peak rate. The optimum is the critical size
+    rounded up to a multiple of 64, which fills the tiles of a matrix unit. A CPU and an unknown
+    chip have fixed sizes.
 
     Args:
         hardware_type: The chip; None for the chip of this process's first device.
@@ -213,8 +213,8 @@ def get_batch_size_recommendation(
     )
     if spec.sizes_of_datarax is not None:
         return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} As in datarax.")
-    smallest, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
-    return BatchSizeRecommendation(smallest, optimal, critical, notes=notes)
+    minimum, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
+    return BatchSizeRecommendation(minimum, optimal, critical, notes=notes)
 
 
 def validate_batch_size(
@@ -225,8 +225,7 @@ def validate_batch_size(
     Args:
         batch_size: Tokens or examples on one chip, not in the global batch.
         hardware_type: The chip; None for the chip of this process's first device.
-        warn_suboptimal: True if the message should say that a valid size is below the critical
-            size. With False the message calls such a size acceptable.
+        warn_suboptimal: False to call a valid size below the critical one "acceptable".
 
     Returns:
         A pair (valid, message). Only a size below the chip's minimum is not valid.

@@ -46,8 +46,8 @@ def create_2d_mesh(
     Args:
         axis_names: Names of the first and the second axis.
         second_axis_size: Number of devices along the second axis. None makes the mesh as square as
-            possible, with a first axis that is at least as long as the second: 8 devices give
-            (4, 2), 4 devices (2, 2), and a prime number n of devices (n, 1).
+            possible, with the longer axis first: 8 devices give (4, 2), 4 give (2, 2), and 7 give
+            (7, 1).
         devices: The devices of the mesh; None takes the devices of all processes.
 
     Raises:
@@ -122,8 +122,8 @@ def create_sharded_pipeline(
 ) -> ShardedDataset:
     """Returns a pipeline of global batches in which every shard has `batch_size_per_device` rows.
 
-    The mesh may be any mesh. On one device the pipeline is an ordinary data loader, so a program
-    needs no other code for a single device.
+    On a mesh of one device it is an ordinary data loader, so the same program runs on one device
+    and on many.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])

@@ -47,7 +47,7 @@ def place_model_state_on_shards(
     Raises:
         ShardingError: `param_sharding` is an unknown word. Or a path matches no leaf; the message
             lists the paths. Or a mesh axis does not exist, or its size does not divide the dim that
-            it shards. Or a leaf has a dtype, or integers, that no device can hold.
+            it shards. Or a leaf has a dtype or integers that no device can hold.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -62,7 +62,7 @@ def place_model_state_on_shards(
     """
     if param_sharding == "fsdp":
         axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
-        return _placed(state, lambda _, leaf: NamedSharding(mesh, _largest_dim(leaf, mesh, axis)))
+        return _placed(state, lambda _, leaf: NamedSharding(mesh, _fsdp_spec(leaf, mesh, axis)))
     if param_sharding in (None, "replicate"):
         param_sharding = {}  # a leaf that no path matches is replicated
     if not isinstance(param_sharding, Mapping):
@@ -123,7 +123,7 @@ def place_nnx_state_on_shards(
     else:
         rules = list(filter_sharding.items())
     *groups, rest = nnx.split_state(state, *(filter_ for filter_, _ in rules), ...)
-    for path, variable in nnx.to_flat_state(rest):
+    for path, variable in nnx.to_flat_state(rest):  # the first variable without a filter
         raise ShardingError(
             f"no filter matches this {type(variable).__name__}.",
             path="/".join(map(str, path)),
@@ -132,21 +132,18 @@ def place_nnx_state_on_shards(
             remedy="add a filter for this variable, or `...: PartitionSpec()` for all others.",
         )
     placed = []
-    for (filter_, where), group in zip(rules, groups, strict=True):
+    for (filter_, rule), group in zip(rules, groups, strict=True):
         # A filter that is a type, `...` or True may match nothing, for example `nnx.BatchStat` in a
         # model without batch norm. Any other filter that matches nothing is a mistake.
         if not group and filter_ not in (..., True) and not isinstance(filter_, type):
             raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
-        sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)
+        sharding = rule if isinstance(rule, Sharding) else named_sharding(mesh, rule)
         placed.append(_placed(group, lambda *_, sharding=sharding: sharding))
     return nnx.merge_state(*placed)
 
 
-def _largest_dim(leaf: Any, mesh: Mesh, axis: str) -> PartitionSpec:
-    """Returns the spec that shards a leaf along its largest dim that the axis's size divides.
-
-    The spec is empty, so the leaf is replicated, if there is no such dim.
-    """
+def _fsdp_spec(leaf: Any, mesh: Mesh, axis: str) -> PartitionSpec:
+    """Returns the spec that shards the largest dim that the axis divides; empty if none is."""
     shape = np.shape(leaf)
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
     largest = max(dims, key=lambda dim: shape[dim], default=None)
@@ -171,8 +168,7 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
     """Places each leaf of a state by the sharding that `sharding_of(name, leaf)` returns.
 
     Raises:
-        ShardingError: A leaf cannot be placed. The remedy in the message is for a state, not for a
-            batch.
+        ShardingError: A leaf cannot be placed.
     """
 
     def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:

@@ -39,7 +39,7 @@ def place_on_device(data: Any, device: Any = None) -> Any:
 
     Raises:
         ShardingError: The device belongs to another process, a leaf is a `jax.Array` over several
-            processes, or a leaf has a dtype, or integers, that no device can hold.
+            processes, or a leaf has a dtype or integers that no device can hold.
 
     Example:
         >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
@@ -64,7 +64,7 @@ def distribute_batch(data: Any, sharding: Any) -> Any:
 
     Raises:
         ShardingError: The size of a mesh axis does not divide the dim that it shards. Or a leaf has
-            no sharding. Or a leaf has a dtype, or integers, that no device can hold. Or this
+            no sharding. Or a leaf has a dtype or integers that no device can hold. Or this
             process has no device in a sharding.
 
     Example:
@@ -86,8 +86,8 @@ def prefetch_to_device(
     """Returns an iterator over batches that background threads place ahead of time.
 
     The threads start with the first ``next``. They end with the loop, also after a ``break``, or
-    with the block if the iterator is used as a context manager. If the source raises an error of
-    any class, the loop first gets all batches from before the error.
+    with the block if the iterator is used as a context manager. If the source raises an error, the
+    loop first gets all batches from before the error.
 
     The iterator's ``get_state()`` returns the state after the last batch that the loop got, and
     ``set_state()`` restores it. Both need a source with a state: a Grain dataset, a
@@ -101,11 +101,10 @@ def prefetch_to_device(
             of a `grain.MapDataset` dropped are skipped. If the devices belong to several processes,
             the iterable must be a `from_iterable` with ``rows="global"``: every process must yield
             the same whole batches.
-        size: Most batches that wait on the devices or are on their way there.
+        size: Most batches on the devices or on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for the first device of this process.
-        cpu_buffer_size: Most batches on the host, ready or being made; None for
-            ``2 * size``.
+        cpu_buffer_size: Most batches on the host, ready or being made; None for ``2 * size``.
 
     Returns:
         The iterator. Batches may differ in shape and structure.
@@ -144,7 +143,7 @@ def prefetch_to_device(
 
 
 def _require_global(source: Any, target: ShardingTree) -> None:
-    """Checks that a source is declared to yield the same whole batches on every host.
+    """Checks that the user has declared that a source yields the same batches on every host.
 
     Raises:
         ShardingError: The source is not a `from_iterable` with ``rows="global"``.
@@ -166,9 +165,10 @@ def _require_global(source: Any, target: ShardingTree) -> None:
 
 
 class _PutWholeBatch:
-    """Puts whole global batches, each of any shape, on the devices, unlike an `Assembler`.
+    """Puts whole global batches of any shape on the devices.
 
-    An `Assembler` takes only the rows of one host, and batches of one shape.
+    `ShardedIterator` calls it in place of an `Assembler`, which takes the rows of one host, and
+    only one shape.
     """
 
     def __init__(self, target: ShardingTree):
@@ -252,9 +252,9 @@ class DevicePlacement:
 
         Args:
             data: A tree of arrays, such as parameters with their optimizer state.
-            devices: Devices in the order of the batch's mesh, such as ``list(mesh.devices.flat)``:
-                JAX computes with two arrays only if their devices are in the same order. None takes
-                the mesh of `jax.set_mesh`, or else all devices of all processes in the order of
+            devices: Devices in the order of the batch's mesh, such as ``list(mesh.devices.flat)``,
+                because JAX computes with two arrays only if their devices have the same order. None
+                takes the mesh of `jax.set_mesh`, else all devices of all processes in the order of
                 `jax.make_mesh`. If the batch is on a mesh of Explicit axes, set that mesh, or call
                 ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` instead.
 
@@ -262,8 +262,8 @@ class DevicePlacement:
             The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
         Raises:
-            ShardingError: None of the devices belongs to this process, or a leaf has a dtype, or
-                integers, that no device can hold.
+            ShardingError: None of the devices belongs to this process, or a leaf has a dtype or
+                integers that no device can hold.
         """
         mesh = jax.sharding.get_mesh()
         if devices is not None:
@@ -313,12 +313,11 @@ class DevicePlacement:
         """Describes the devices, as plain JSON.
 
         Returns:
-            A dict. Its entries ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (a
-            dict with ``id``, ``platform`` and ``device_kind`` for each) cover the devices of all
-            processes. These entries are about this process: ``hardware_type``
-            (of the default device), ``process_index``, ``process_count``, ``local_devices`` (ids)
-            and ``memory``. For each of these ids, ``memory`` has a dict with ``bytes_in_use`` and
-            ``bytes_limit``, or None if the backend gives no figures.
+            A dict. For the devices of all processes it has ``num_devices``, ``platforms``,
+            ``device_kinds`` and ``devices`` (a dict with ``id``, ``platform`` and ``device_kind``
+            for each). For this process it has ``hardware_type`` (of the default device),
+            ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id, a
+            dict with ``bytes_in_use`` and ``bytes_limit``, or None if the backend gives no figures.
         """
         devices, local_devices = jax.devices(), jax.local_devices()
         return {

@@ -6,8 +6,8 @@ For logical axes of other names use flax, which has the same idea::
     flax.linen.logical_to_mesh_axes(("embed", "mlp"), rules)   # P(None, 'model')
 
 The two differ if the rules give one mesh axis to two dims of an array. Flax then shards the dim
-whose rule comes first in the list. `MeshRules` shards the dim that comes first in the array. Both
-lead to a `PartitionSpec`, and this package takes any `PartitionSpec`.
+whose rule comes first in the list, and `MeshRules` the dim that comes first in the array. The
+result of either is a `PartitionSpec`, and this package takes any `PartitionSpec`.
 """
 
 from __future__ import annotations

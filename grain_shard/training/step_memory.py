@@ -76,8 +76,8 @@ def estimate_max_batch_size(
 
     The step is compiled but not run, and no device memory is allocated. XLA gives the memory that
     the compiled step takes on one device: arguments, results, temporaries and code. This memory is
-    close to a straight line over the batch size: a fixed part, and a part per example. So two batch
-    sizes are compiled, and the line through them is followed up to the limit.
+    nearly a straight line over the batch size: a fixed part, and a part per example. So the step is
+    compiled for two batch sizes, and the line through both gives the size at the limit.
 
     For small batches, tile padding and on-chip scratch hide the slope of the line. So the size is
     multiplied by four until the step takes a quarter of the limit. Memory grows at most in
@@ -140,8 +140,8 @@ def estimate_max_batch_size(
             f" has {limit:,} bytes: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    # The devices cannot hold a batch that has more elements than the devices have bytes. If a step
-    # with such a batch fits, the step does not use the batch. So the search ends at this size.
+    # No batch with more elements than all devices have bytes can fit. If the step still seems to
+    # fit, it does not use the batch, so the search must end here.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4
