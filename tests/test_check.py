@@ -294,7 +294,7 @@ REMEDIES = {
     "at the next read": ".seed(s) and .random_map(f)",
     "16 threads": "hold a threading.Lock() around its reads, read with os.pread",
     "changed": "return a new array for each record, such as self.buffer.copy()",
-    "the first batch": "no threading.local()",
+    "the first batch": "depend on a threading.local()",
 }
 
 

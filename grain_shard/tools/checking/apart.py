@@ -18,7 +18,7 @@ from grain_shard.grain_inside.routes import below_mixture, route, source_in
 from grain_shard.iteration.sharded_dataset import sharded
 
 _EPOCHS = 3
-_CHUNK = 2**16  # indices that are followed down to the sources at a time
+_CHUNK = 2**16  # most indices of a pipeline to map to records of its sources at a time
 
 
 class Unknown(Exception):
@@ -31,7 +31,7 @@ class SourceRecords:
     Attributes:
         source: The source, or the dataset at the beginning of the pipeline.
         is_read: bool[len(source)], True for the records that the pipeline reads.
-        is_part: True if the source is one of several in a zip, so that a record is more than this.
+        is_part: True if a zip joins the source with others, so that it has a part of each record.
     """
 
     def __init__(self, source: Any, is_part: bool):
@@ -65,13 +65,13 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
         of both, or None.
 
     Raises:
-        Unknown: It cannot be found out, or the time was over.
+        Unknown: The pipelines cannot be compared, or the time ran out.
     """
-    here, there = records_read(ds, until), records_read(other, until)
-    shared = [name for a in here for b in there for name in _shared(a, b, until)]
+    of_ds, of_other = records_read(ds, until), records_read(other, until)
+    shared = [name for a in of_ds for b in of_other for name in _shared(a, b, until)]
     if shared and (_leaves_out(ds) or _leaves_out(other)):
         raise Unknown("both read some records, which a filter or a dropped remainder may leave out")
-    counts = [sum(len(records.indices) for records in found) for found in (here, there)]
+    counts = [sum(len(records.indices) for records in found) for found in (of_ds, of_other)]
     if not shared:
         return counts[0], counts[1], None
     some = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
@@ -88,16 +88,17 @@ def records_read(ds: Any, until: float) -> list[SourceRecords]:
     """Returns the records that a pipeline reads in three epochs, for each of its sources.
 
     Raises:
-        Unknown: The records of the pipeline have no index, or the time was over.
+        Unknown: The records of the pipeline have no index, or the time ran out.
     """
     found: dict[int, SourceRecords] = {}
     for records in _by_index(ds):
-        # An endless pipeline has no length of an epoch, but its sources have.
-        left = _EPOCHS * sum(len(source) for source in nodes.sources(records))
+        # The length of an endless pipeline is not that of an epoch. So the lengths of its sources
+        # also limit the number of records that are followed.
+        records_left = _EPOCHS * sum(len(source) for source in nodes.sources(records))
         start, stop = 0, _EPOCHS * len(records)
-        while start < stop and left > 0:
-            indices = np.arange(start, min(start + _CHUNK, start + left, stop))
-            left -= _follow(records, indices, found)
+        while start < stop and records_left > 0:
+            indices = np.arange(start, min(start + _CHUNK, start + records_left, stop))
+            records_left -= _follow(records, indices, found)
             start += len(indices)
             _check_time(until)
     return list(found.values())
@@ -105,7 +106,8 @@ def records_read(ds: Any, until: float) -> list[SourceRecords]:
 
 def _by_index(ds: Any) -> Iterator[grain.MapDataset]:
     """Yields the random-access datasets of which a pipeline is made."""
-    while (sharded(ds) or hasattr(ds, "host_rows")) and ds.parents:  # a dataset of this package
+    # Skip the datasets of this package that stand above others.
+    while (sharded(ds) or hasattr(ds, "host_rows")) and ds.parents:
         (ds,) = ds.parents
     if (rows := getattr(ds, "host_rows", None)) is not None:  # the batches of feeds
         for number in range(rows.num_streams):
@@ -120,33 +122,53 @@ def _by_index(ds: Any) -> Iterator[grain.MapDataset]:
 
 
 def _leaves_out(ds: Any) -> bool:
-    """Returns whether a pipeline may read a record that it does not hand out."""
+    """Returns True if a pipeline may read a record that it does not hand out."""
     end = sharded(ds)
     if end is not None and end.host.padding.drops_short:
         return True
-    feeds: Any = end and not end.parents[0].parents and end.parents[0]
-    return nodes.is_filtered(feeds.host_rows.streams.make(0) if feeds else ds)
+    # The streams of feeds are not among the parents of their batches.
+    if end is not None and not end.parents[0].parents:
+        batches: Any = end.parents[0]
+        ds = batches.host_rows.streams.make(0)
+    return nodes.is_filtered(ds)
 
 
 def _follow(
     ds: Any, indices: np.ndarray, found: dict[int, SourceRecords], is_part: bool = False
 ) -> int:
-    """Marks the records to which indices of a dataset lead, and returns their number."""
+    """Marks the source records of which some elements of a dataset are made.
+
+    It calls itself for the parents of the dataset, down to the sources.
+
+    Args:
+        ds: The dataset.
+        indices: int64[n], the indices of the elements.
+        found: The sources that were reached so far, by their ids; it is updated.
+        is_part: True if a zip is above the dataset.
+
+    Returns:
+        The number of records that were reached.
+
+    Raises:
+        Unknown: The dataset does not tell which elements of its parents it reads.
+    """
     way = route(ds, indices)
     below, indices = way.ds, way.indices
     if (mixed := below_mixture(below, indices)) is not None:
-        parts = [(parent, mixed[1][mixed[0] == i]) for i, parent in enumerate(below.parents)]
+        numbers, indices = mixed  # the number of the parent, and the index in it, for each element
+        parts = [(parent, indices[numbers == i]) for i, parent in enumerate(below.parents)]
         return sum(_follow(parent, own, found, is_part) for parent, own in parts if len(own))
     if nodes.is_batched(below) and (node := nodes.batch_node(below)) is not None:
+        # Each batch has the next `global_batch_size` records of its epoch, as far as there are any.
         num_records = len(node.records)
         epochs, batches = np.divmod(indices, len(below))
         positions = batches[:, None] * node.global_batch_size + np.arange(node.global_batch_size)
         positions += epochs[:, None] * num_records
         in_epoch = positions < (epochs[:, None] + 1) * num_records
         return _follow(node.records, positions[in_epoch], found, is_part)
-    if type(below) in nodes.SHUFFLES:  # by windows
-        moved = np.array([nodes.index_below(below)(i) for i in indices.tolist()], np.int64)
-        return _follow(below.parents[0], moved, found, is_part)
+    if type(below) in nodes.SHUFFLES:  # a shuffle within windows, which `route` does not follow
+        shuffled = np.array([nodes.index_below(below)(i) for i in indices.tolist()], np.int64)
+        return _follow(below.parents[0], shuffled, found, is_part)
     if nodes.is_zip(below):
         return max(_follow(parent, indices, found, True) for parent in below.parents)
     if nodes.is_map_filter(below):
@@ -160,7 +182,7 @@ def _follow(
 
 
 def _shared(a: SourceRecords, b: SourceRecords, until: float) -> list[str]:
-    """Returns texts that name the records in both of two sources."""
+    """Returns a text for each record that is in both of two sources."""
     if a.source is b.source:
         return [f"record {i} of {a}" for i in np.flatnonzero(a.is_read & b.is_read).tolist()]
     if hasattr(a.source, "where") and hasattr(b.source, "where"):
@@ -186,7 +208,7 @@ def _locations(records: SourceRecords) -> set[str]:
 
 
 def _contents(records: SourceRecords, index: int, until: float) -> tuple[str, str]:
-    """Returns a digest of a record, and the texts in it, of which the digest may have a part."""
+    """Returns a digest of a record, and its texts, which the digest may count only in part."""
     _check_time(until)
     try:
         record = records.source[index]

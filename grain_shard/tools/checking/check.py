@@ -44,16 +44,17 @@ from grain_shard.tools.checking.variants import (
     with_options,
 )
 
-# Hosts of the job that are simulated.
+# Numbers of hosts that are simulated.
 _HOSTS = 2, 4
-# Each reading of a source or function has an equal part of this share of `seconds`, and at most
+# The readings of all sources and functions share this part of `seconds` equally. Each takes at most
 # this many seconds.
 _RECORDS_SHARE, _RECORDS_S = 1 / 12, 4.0
-# No worker process starts with fewer seconds left: to import JAX and a script takes it some.
+# With fewer seconds left no worker process is started, because its imports take some seconds.
 _PROCESS_S = 10.0
 # The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.
 _STATE_BYTES, _PICKLED_BYTES = 200, 2**30
 
+# The remedies.
 _NOT_RANDOM = (
     "let records depend on their index alone, and return a new array for each. For random values"
     " use .seed(s) and .random_map(f), and only the generator that f gets. Use no time, counter,"
@@ -71,8 +72,8 @@ _OF_WORLDS = (
     " Give it to the source or the function as an argument."
 )
 _IN_ANY_THREAD = (
-    "let records depend on no threading.local() and on no setting of one thread: give it to the"
-    " source or the function as an argument."
+    "do not let records depend on a threading.local() or on a setting of one thread: give its value"
+    " to the source or the function as an argument."
 )
 _ON_ITS_OWN = (
     "let a record depend on its index alone, and not on the records that were read before it, or"
@@ -89,11 +90,11 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any 
 
     One thread of this process reads some batches alone: the first ones and, with random access,
     some in the middle and the last ones. Some records of each source and each function are read
-    twice by one thread, and then many times by 16 threads. So the error can name the source or
-    function that is random, is not safe for threads, or returns one array for several records. Then
-    the same batches are read in other ways, and every bit must be the same:
+    twice by one thread, and then many times by 16 threads. So an error can name the source or
+    function that is random, is not safe for threads, or returns one array for several records.
+    Finally the same batches are read in other ways, and every bit must be the same:
 
-    * a second time, and the first batch by the thread that calls this function
+    * a second time by one thread, and the first batch by the thread that calls this function
     * by the pipeline's own threads, workers or executor, by 16 threads, and by a worker process
     * after a restore in the middle, of a state that was text in between
     * on meshes of other sizes, and as 2 and 4 hosts
@@ -128,7 +129,7 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any 
     Raises:
         ShardingError: A proof failed. The error names the first difference, by record and leaf,
             and its remedy. Or an argument is not valid, or the mesh has devices of other processes.
-        Exception: The pipeline raised it when one thread read it alone.
+        Exception: Any error of the pipeline while one thread reads it alone.
     """
     checked = run_checks(ds, batches, seconds, apart_from)
     if checked.error is not None:
@@ -176,16 +177,16 @@ def _apart(ds: ShardedDataset, other: Any, until: float) -> Line:
 
 
 class _NotMade(Exception):
-    """A proof does not apply, or cannot be made. The text says why."""
+    """A proof does not apply to the pipeline, or was not made. The text says why."""
 
 
 class _Proof(NamedTuple):
-    """A way to read the batches, which are compared with those that one thread read alone.
+    """A way to read the batches, and to prove that they are the same as for one thread alone.
 
     Attributes:
         name: The way to read.
         remedy: The change to make if a batch differs.
-        read: Reads the batches, and gives them to the `Comparison`.
+        read: A function that reads the batches and gives them to a `Comparison`.
     """
 
     name: str
@@ -197,12 +198,12 @@ class _Check:
     def __init__(self, ds: ShardedDataset, batches: int, seconds: float):
         self._ds, self._seconds = ds, seconds
         self._start = time.monotonic()
-        # All other ways to read together take about as long as ten such readings.
+        # All proofs together take about as long as ten such readings.
         self._reference = Reference(read_alone(ds), batches, self._start + seconds / 10)
         self._levels = levels(ds)
 
     def lines(self) -> Iterator[Line]:
-        """Makes one proof after the other until one fails, and yields the lines."""
+        """Makes one proof after the other until one fails, and yields the line of each."""
         yield self._shapes()
         of_records = self._of_records()
         yield of_records
@@ -220,54 +221,57 @@ class _Check:
         yield self._steps()
 
     def _proofs(self) -> Iterator[_Proof]:
+        """Yields all ways to read the batches. Nothing is read before `_line` calls `read`."""
         ds, reference = self._ds, self._reference
 
-        def again(comparison: Comparison) -> None:
+        def twice(comparison: Comparison) -> None:
             comparison.read(read_alone(ds), reference.ranges)
 
-        def loop(comparison: Comparison) -> None:
+        def in_this_thread(comparison: Comparison) -> None:
             if ds.host.kind == FEEDS:
-                raise _NotMade("does not apply: threads of its own read each feed")
+                raise _NotMade("does not apply: each feed is read by its own threads")
             comparison.add(0, leaves_of(ds.host.first()))
 
-        def own(comparison: Comparison) -> None:
+        def as_it_is(comparison: Comparison) -> None:
             comparison.read(with_options(ds), reference.ranges)
 
-        def threads(comparison: Comparison) -> None:
+        def many_threads(comparison: Comparison) -> None:
             self._require_threads()
             comparison.read(with_options(ds, num_threads=THREADS), reference.ranges)
 
-        def worker(comparison: Comparison) -> None:
+        def in_worker(comparison: Comparison) -> None:
             self._require_pickled(comparison.until - time.monotonic())
             options = {"num_workers": 1, "executor": None}
             comparison.read(with_options(ds, **options), reference.ranges)
 
-        def restore(comparison: Comparison) -> None:
+        def restored(comparison: Comparison) -> None:
             ranges = reference.restores()
             if not ranges:
                 raise _NotMade("does not apply: an iterator of the stream has no state")
             comparison.read(read_alone(ds), ranges)
 
-        yield _Proof("read twice, by one thread", _NOT_RANDOM, again)
-        yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, loop)
+        yield _Proof("read twice, by one thread", _NOT_RANDOM, twice)
+        yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, in_this_thread)
         remedy = _OF_RACES if self._has_threads else _OF_WORLDS
-        yield _Proof(self._own_way(), remedy, own)
-        yield _Proof(f"{THREADS} threads", _OF_RACES, threads)
-        yield _Proof("a restore, through JSON", _RESTORES, restore)
+        yield _Proof(self._own_way(), remedy, as_it_is)
+        yield _Proof(f"{THREADS} threads", _OF_RACES, many_threads)
+        yield _Proof("a restore, through JSON", _RESTORES, restored)
         meshes = other_meshes(ds, reference.batch_rows)
         for shardings in meshes:
 
-            def moved(comparison: Comparison, shardings: Any = shardings) -> None:
+            def on_other_mesh(comparison: Comparison, shardings: Any = shardings) -> None:
                 comparison.read(on_mesh(ds, shardings), reference.ranges)
 
-            yield _Proof(f"mesh {describe_mesh(shardings.mesh_axes)}", _ON_ITS_OWN, moved)
+            name = f"mesh {describe_mesh(shardings.mesh_axes)}"
+            yield _Proof(name, _ON_ITS_OWN, on_other_mesh)
         if not meshes:
             yield _Proof("another mesh", "", self._no_mesh)
         for hosts in _HOSTS:
             yield _Proof(f"{hosts} hosts", _ON_ITS_OWN, self._as_hosts(hosts))
-        yield _Proof("a worker process", _OF_WORLDS, worker)
+        yield _Proof("a worker process", _OF_WORLDS, in_worker)
 
     def _own_way(self) -> str:
+        """Returns a name for the way in which the pipeline itself reads."""
         settings = self._ds.settings
         if settings.executor is not None:
             return f"the pipeline's {type(settings.executor).__name__}"
@@ -279,6 +283,7 @@ class _Check:
         return "the pipeline's threads" + ("" if count is None else f" ({count})")
 
     def _line(self, proof: _Proof, left_s: float) -> Line:
+        """Makes a proof within `left_s` seconds."""
         if left_s < 0:
             return Line(proof.name, "", f"not checked: {self._seconds:g} s were over")
         comparison = Comparison(self._reference, time.monotonic() + left_s)
@@ -288,34 +293,35 @@ class _Check:
         except _NotMade as why:
             return Line(proof.name, "", str(why))
         except Exception as error:
-            return Line(proof.name, str(comparison), FAILED, self._raised(proof, error))
+            return Line(proof.name, str(comparison), FAILED, self._error_raised(proof, error))
         if comparison.found is not None and comparison.step is not None:
-            error = self._differs(proof, comparison.step, comparison.found)
+            error = self._error_of_batch(proof, comparison.step, comparison.found)
             return Line(proof.name, str(comparison), FAILED, error)
         return Line(proof.name, str(comparison))
 
-    def _raised(self, proof: _Proof, error: Exception) -> ShardingError:
-        is_ours = isinstance(error, ShardingError)
-        told = f"{describe_error(error)} One thread that read alone got no error."
+    def _error_raised(self, proof: _Proof, error: Exception) -> ShardingError:
+        problem = f"{describe_error(error)} One thread that read alone got no error."
+        remedy = f"fix this error. If it gives no reason, {proof.remedy}"
+        path = leaf = None
+        if isinstance(error, ShardingError):
+            problem, remedy, path, leaf = error.problem, error.remedy, error.path, error.leaf
         raised = ShardingError(
-            f"{proof.name}: {error.problem if is_ours else told}",
-            path=error.path if is_ours else None,
-            leaf=error.leaf if is_ours else None,
+            f"{proof.name}: {problem}",
+            path=path,
+            leaf=leaf,
             mesh_axes=self._ds.shardings.mesh_axes,
-            remedy=error.remedy
-            if is_ours
-            else f"mend this error. If it says no reason, {proof.remedy}",
+            remedy=remedy,
         )
         raised.__cause__ = error
         return raised
 
-    def _differs(self, proof: _Proof, step: int, found: Difference) -> ShardingError:
-        name, remedy = proof.name, proof.remedy
+    def _error_of_batch(self, proof: _Proof, step: int, found: Difference) -> ShardingError:
+        remedy = proof.remedy
         if remedy is not _NOT_RANDOM and self._is_random():
             remedy = _NOT_RANDOM
+        name = self._reference.name(step, found.row)
         return ShardingError(
-            f"{name}: {self._reference.name(step, found.row)} was {found.got}. One thread that read"
-            f" alone got {found.alone}.",
+            f"{proof.name}: {name} was {found.got}. One thread that read alone got {found.alone}.",
             path=found.path,
             leaf=found.leaf or None,
             mesh_axes=self._ds.shardings.mesh_axes,
@@ -327,7 +333,7 @@ class _Check:
         again = Comparison(self._reference, time.monotonic() + self._seconds / 10)
         try:
             again.read(read_alone(self._ds), self._reference.ranges)
-        except Exception:  # one thread alone read these batches before
+        except Exception:  # one thread alone has read these batches before without an error
             return True
         return again.found is not None
 
@@ -350,16 +356,16 @@ class _Check:
             wrong = records.wrong_record(by_several=level.by_several)
             count += records.count
             if wrong is not None:
-                error = self._is_faulty(level, wrong)
+                error = self._error_of_record(level, wrong)
                 return Line(name, f"{count:,} records", FAILED, error)
         if not count:
             return Line(name, "", "does not apply: no record can be read by its index")
         return Line(name, f"{len(self._levels)} of them, {count:,} records")
 
-    def _is_faulty(self, level: Level, wrong: WrongRecord) -> ShardingError:
+    def _error_of_record(self, level: Level, wrong: WrongRecord) -> ShardingError:
         record = f"record {wrong.record:,} of {level.ds}"
         found = difference_of_records(wrong.got, wrong.alone)
-        kinds = {
+        problems_and_remedies = {
             REUSED: (
                 f"a later read changed {record} from {found.alone} to {found.got}. The source, or"
                 " the function, returns one array for several records.",
@@ -376,7 +382,7 @@ class _Check:
                 _OF_RACES,
             ),
         }
-        problem, remedy = kinds[wrong.kind]
+        problem, remedy = problems_and_remedies[wrong.kind]
         return ShardingError(
             problem,
             path=found.path,
@@ -407,25 +413,23 @@ class _Check:
         raise _NotMade(f"not checked: {has}, and a batch fits on no mesh of another size")
 
     def _as_hosts(self, hosts: int) -> Callable[[Comparison], None]:
+        """Returns a function that reads the rows of each of `hosts` hosts, one host at a time."""
         ds = self._ds
 
         def read(comparison: Comparison) -> None:
             if ds.settings.rows == "local":
-                raise _NotMade("does not apply: each host reads a slice of its own")
-            layouts = [
-                BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
-                for host in range(hosts)
-            ]
+                raise _NotMade("does not apply: each host reads its own slice")
             if (rows := self._reference.batch_rows) % hosts:
-                raise _NotMade(f"not checked: a batch of {rows} rows has no {hosts} parts")
-            for layout in layouts:
+                raise _NotMade(f"not checked: {rows} rows do not split into {hosts} parts")
+            for host in range(hosts):
+                layout = BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
                 if not comparison.read_host(of_host(read_alone(ds), layout).host, layout):
                     break
 
         return read
 
     def _shapes(self) -> Line:
-        # The thread that placed these batches has refused a row of another shape or dtype.
+        # Nothing is compared here: reading these batches would have refused another shape or dtype.
         reference = self._reference
         count, rows = len(reference.batches), sum(map(rows_in, reference.batches.values()))
         cut = f" of {reference.wanted:,}" if count < reference.wanted else ""

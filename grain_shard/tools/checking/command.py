@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     """Checks a pipeline, prints the table, and returns the exit code 0.
 
     Raises:
-        UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
+        UsageError: There is no such module or function, or it is not a dataset after `shard_to`.
         ShardingError: A proof failed.
     """
     held_out = _load(args.apart_from, _is_dataset) if args.apart_from else None
@@ -58,14 +58,14 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
-    """Returns the dataset that ``module:function`` names.
+    """Returns a dataset, or what a function returns, by a text such as ``train:pipeline``.
 
     Args:
-        text: The names.
+        text: The module, a colon, and the name in the module.
         fits: Returns True for a dataset that is allowed.
 
     Raises:
-        UsageError: There is no such module or function, or it gives no dataset of `shard_to`.
+        UsageError: There is no such module or name, or it is not such a dataset.
     """
     module, _, name = text.partition(":")
     if not module or not name:

@@ -20,7 +20,7 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.tools.checking.values import same_values, shown_apart
 from grain_shard.trees import Batch, flatten, is_text
 
-# Most bytes of batches to keep for the comparison; but at least this many batches are kept.
+# Most bytes of batches to keep for the comparison, except that at least this many are kept.
 _BYTES, _LEAST = 2**30, 3
 # An endless pipeline counts as one with this many batches.
 _FAR = 10_000
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
         path: Path of the leaf; None for a whole record.
         row: Row of the batch; None if the whole leaf differs, in shape or dtype.
         got: The value of one reading, as text.
-        alone: The value that one thread got that read alone, as text.
+        alone: The value for one thread that read alone, as text.
         leaf: Dtype and shape of the leaf.
     """
 
@@ -86,8 +86,8 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
             b = b[rows]
         if same_values(a, b):
             continue
-        is_like = a.shape == b.shape and (a.dtype == b.dtype or (is_text(a) and is_text(b)))
-        if not is_like:
+        is_comparable = a.shape == b.shape and (a.dtype == b.dtype or (is_text(a) and is_text(b)))
+        if not is_comparable:
             return Difference(path, None, describe_leaf(a), describe_leaf(b), describe_leaf(b))
         if not a.ndim:
             return Difference(path, None, *shown_apart(a, b), describe_leaf(b))
@@ -110,11 +110,11 @@ def difference_of_records(got: Any, alone: Any) -> Difference:
 
 
 class BatchRange(NamedTuple):
-    """Some batches in a row, and the way to them.
+    """Consecutive batches, and the way to the first of them.
 
     Attributes:
         steps: Numbers of the batches.
-        go: Brings an iterator to the first of them.
+        go: Sets an iterator to the first of them, by its number or by a state.
     """
 
     steps: range
@@ -122,7 +122,7 @@ class BatchRange(NamedTuple):
 
 
 class Reference:
-    """Some batches of a pipeline, read by one thread that reads alone, with the states before them.
+    """Batches of a pipeline that one thread has read alone, and the states before them.
 
     Args:
         alone: The pipeline.
@@ -134,7 +134,8 @@ class Reference:
         states: The state before each batch, as JSON; None if the pipeline has no state.
         ranges: The batches that were read: the first ones, the last ones, and some in the middle.
         wanted: Number of batches that were to be read.
-        ends_late: True if a batch came after the last one.
+        last_state: The state after the last batch that was read, as JSON; None without a state.
+        ends_late: True if there was another batch after the last one by `len`.
 
     Raises:
         ShardingError: The pipeline has no batch, or ends before its last batch.
@@ -157,25 +158,29 @@ class Reference:
             windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
             self.wanted = sum(map(len, windows))
             for window in windows:
-                stop, go = window.start, _seek(window.start)
-                for step in window:
-                    if step == 0:
-                        stop = 1
-                        continue
-                    if time.monotonic() > until:
-                        break
-                    if step == window.start:
-                        go(batches)
-                    if self._take(batches, step) is None:
-                        self._end(step, num_batches)
-                        break
-                    stop = step + 1
-                    if stop == num_batches:
-                        self.ends_late = next(batches, None) is not None
-                if stop > window.start:
-                    self.ranges.append(BatchRange(range(window.start, stop), go))
+                steps = range(window.start, self._read(batches, window, num_batches, until))
+                if steps:
+                    self.ranges.append(BatchRange(steps, _seek(window.start)))
             # The state after the last batch has all fields.
             self.last_state: str | None = _state(batches)
+
+    def _read(
+        self, batches: ShardedIterator, window: range, num_batches: int | None, until: float
+    ) -> int:
+        """Reads the batches of a window. Returns the number of the first one that was not read."""
+        for step in window:
+            if step == 0:  # `__init__` has read it, to learn the size of a batch
+                continue
+            if time.monotonic() > until:
+                return step
+            if step == window.start:
+                batches.seek(step)
+            if self._take(batches, step) is None:
+                self._end(step, num_batches)
+                return step
+            if step + 1 == num_batches:
+                self.ends_late = next(batches, None) is not None
+        return window.stop
 
     def _take(self, batches: ShardedIterator, step: int) -> Leaves | None:
         state, batch = _state(batches), next(batches, None)
@@ -185,6 +190,7 @@ class Reference:
         return self.batches[step]
 
     def _end(self, step: int, num_batches: int | None) -> None:
+        """Notes the end of a stream at batch `step`. For any other pipeline it comes too early."""
         if num_batches is not None:
             raise ShardingError(
                 f"the batches end after {step:,}, and len(ds) is {num_batches:,}.",
@@ -207,7 +213,7 @@ class Reference:
         return f"record {record:,} of epoch {state['epoch']} (row {row:,} of {batch})"
 
     def restores(self) -> list[BatchRange]:
-        """Returns the second half of each range, with a restored state, through JSON."""
+        """Returns the second half of each range, with its saved state as the way to it."""
         found: list[BatchRange] = []
         for steps, _ in self.ranges:
             half = steps[len(steps) // 2 :]
@@ -232,11 +238,11 @@ def _restore(state: str) -> Callable[[ShardedIterator], object]:
 
 
 def _windows(num_batches: int | None, most: int) -> list[range]:
-    """Returns the numbers of the first batches, of the last ones, and of some in the middle.
+    """Returns numbers of batches to read: the first ones, the last ones, and some in the middle.
 
     Args:
-        num_batches: Number of batches; None if unknown, which allows only the first ones.
-        most: Most batches.
+        num_batches: Number of batches in all; None if unknown. Then only the first ones are read.
+        most: Most batches to read.
     """
     if num_batches is None or num_batches <= most:
         return [range(most if num_batches is None else num_batches)]
@@ -249,7 +255,7 @@ def _windows(num_batches: int | None, most: int) -> list[range]:
 
 
 class Comparison:
-    """Compares batches with those that one thread read alone, until one differs or time is over.
+    """Compares batches with those that one thread read alone, until one differs or time runs out.
 
     Args:
         reference: The batches that one thread read alone.
@@ -270,12 +276,12 @@ class Comparison:
         self.batches = self.rows = self.wanted = 0
 
     def add(self, step: int, leaves: Leaves | None, rows: np.ndarray | None = None) -> bool:
-        """Compares one batch; returns True if the next one is to be read.
+        """Compares one batch. Returns True to go on with the next one.
 
         Args:
             step: The number of the batch.
             leaves: Its leaves; None if the pipeline ended.
-            rows: The rows of the batch that are in `leaves`; None for all.
+            rows: int64[n], the rows of the batch that are in `leaves`; None for all.
         """
         alone = self.reference.batches[step]
         if leaves is None:
@@ -296,7 +302,7 @@ class Comparison:
                 for step in steps:
                     batch: Any = next(batches, None)
                     leaves = None if batch is None else leaves_of(batch)
-                    del batch
+                    del batch  # or the devices would hold one batch more than the user allows
                     if not self.add(step, leaves):
                         return
 
@@ -308,7 +314,7 @@ class Comparison:
             layout: The rows that the host holds.
 
         Returns:
-            True if the batches of the next host are to be read.
+            True to go on with the next host.
         """
         full = self.reference.batch_rows
         for steps, _ in self.reference.ranges:
@@ -319,9 +325,9 @@ class Comparison:
                 for step in steps:
                     item = next(opened.batches, None)
                     if item is None and host.ends_by_vote:
-                        break  # other hosts have rows, and this host would add padding
+                        break  # this host has no rows left, and in a job would only add padding
                     num_rows = rows_in(self.reference.batches[step])
-                    # Without padding, a short batch has the first of the rows of a full one.
+                    # A short last batch that is not padded lacks the last rows of a full one.
                     rows = layout.rows(num_rows if host.host_batch_sizes else full)
                     leaves = None if item is None else leaves_of(item[0])
                     if not self.add(step, leaves, rows[rows < num_rows]):

@@ -29,12 +29,13 @@ T = TypeVar("T")
 # thread run. With Python's own 5 ms, a source that seeks and reads in one file gives 10 wrong
 # records of 20,000. In each round the threads are new, because they may fall into step.
 THREADS, _SWITCH_S, _ROUNDS = 16, 1e-6, 4
-# The most records to keep, at even distances, and bytes after which no further one is kept.
+# The most records to keep, at even distances, and the bytes from which on no further one is kept.
 _RECORDS, _BYTES = 64, 2**28
-# A record that threads read wrongly is random if one thread reads it wrongly, too. That is found
-# out by this many times as many reads.
+# A record that differs between threads may be random. To find out, one thread reads alone, this
+# many times as often as the threads did.
 _MORE_ALONE = 4
 
+# The kinds of a `WrongRecord`.
 RANDOM, UNSAFE, REUSED = "random", "unsafe", "reused"
 
 
@@ -51,14 +52,15 @@ class Level(NamedTuple):
 
 
 def levels(ds: ShardedDataset) -> list[Level]:
-    """Returns the sources and functions of a pipeline that can be read by index, from below.
+    """Returns the sources and functions of a pipeline that can be read by index, sources first.
 
-    If several have the same text, such as the files of an interleave, one of them is returned.
+    If several look the same as text, such as the files of an interleave, one of them is returned.
     """
     by_text = dict[tuple[str, ...], Level]()
     for part, by_several in _parts(ds):
         for node in reversed([*nodes.walk(part)]):
             is_ours = type(node).__module__.startswith("grain_shard.")
+            # A node that only moves or stacks elements runs no code of the user.
             if not is_ours and not nodes.only_moves(node) and len(node):
                 text = tuple(map(nodes.text, nodes.walk(node)))
                 if by_several or text not in by_text:
@@ -67,7 +69,11 @@ def levels(ds: ShardedDataset) -> list[Level]:
 
 
 def _parts(ds: ShardedDataset) -> Iterator[tuple[grain.MapDataset, bool]]:
-    """Yields the parts of a pipeline that can be read by index, and if several threads read it."""
+    """Yields each part that can be read by index, and True if several threads read it.
+
+    With random access the whole pipeline is one part. A stream has a part below each place where
+    Grain reads ahead.
+    """
     settings, (end,) = ds.settings, cast(Any, ds.parents)
     several = settings.num_threads != 1
     if ds.host.kind == RANDOM_ACCESS:
@@ -84,13 +90,13 @@ def _parts(ds: ShardedDataset) -> Iterator[tuple[grain.MapDataset, bool]]:
 
 
 class WrongRecord(NamedTuple):
-    """A record that differs between two readings.
+    """A record that is not the same in two readings.
 
     Attributes:
-        kind: `RANDOM` if one thread that reads alone gets another record; `UNSAFE` if only several
-            threads get one; `REUSED` if a later read changes the arrays of the record.
+        kind: `RANDOM` if it also differs for one thread that reads alone; `UNSAFE` if it differs
+            only for several threads; `REUSED` if a later read changes its arrays.
         record: The index of the record.
-        got: The other record; an error if it could not be read; the changed record.
+        got: The record as it differs; an error if it could not be read.
         alone: The record that one thread read alone.
     """
 
@@ -105,7 +111,7 @@ class Records:
 
     Args:
         ds: The dataset.
-        seconds: Seconds for each of the readings, after which no further record is read.
+        seconds: Seconds for each reading, after which no further record is read.
 
     Attributes:
         count: Number of records that are compared.
@@ -118,9 +124,11 @@ class Records:
         self.count: int = len(self._alone)
 
     def _read_first(self) -> Iterator[tuple[int, tuple[Any, str]]]:
+        """Yields records by index, each with its digest as it was before any later read."""
+
         def read(index: int) -> tuple[int, Any, str]:
             record = self._read(index)
-            return index, record, _digest(record)  # before the next read
+            return index, record, _digest(record)
 
         length = min(len(self._ds), sys.maxsize >> 12)
         indices = np.linspace(0, length - 1, min(length, _RECORDS)).astype(int).tolist()
@@ -136,7 +144,7 @@ class Records:
     def _read(self, index: int) -> Any:
         try:
             return self._ds[index]
-        except Exception as error:
+        except Exception as error:  # compared like a record
             return error
 
     def wrong_record(self, *, by_several: bool) -> WrongRecord | None:
@@ -150,53 +158,56 @@ class Records:
         for index, (record, digest) in self._alone.items():
             if _digest(record) != digest:
                 return WrongRecord(REUSED, index, copy.deepcopy(record), self._read(index))
-        if wrong := self._differs([[*self._alone][::-1]], self._seconds):
+        backwards = [*self._alone][::-1]
+        if wrong := self._first_wrong([backwards], self._seconds):
             return wrong
-        return self._raced() if by_several else None
+        return self._wrong_in_threads() if by_several else None
 
-    def _raced(self) -> WrongRecord | None:
+    def _wrong_in_threads(self) -> WrongRecord | None:
+        """Reads the records in many threads. If one differs, one thread reads all of them again."""
         before, reads = sys.getswitchinterval(), self._reads
         wrong, orders = None, np.random.default_rng(0)
-        # If records are large, few in a row, because each thread keeps them.
+        # A thread keeps all records of one order, so an order of large records has few of them.
         most = max(1, self.count * _BYTES // (THREADS * max(1, self._bytes)))
         shuffled = (orders.permutation([*self._alone])[:most].tolist() for _ in itertools.count())
         sys.setswitchinterval(_SWITCH_S)
         try:
             for _ in range(_ROUNDS):
-                wrong = wrong or self._differs(shuffled, self._seconds / _ROUNDS, THREADS)
+                wrong = wrong or self._first_wrong(shuffled, self._seconds / _ROUNDS, THREADS)
         finally:
             sys.setswitchinterval(before)
         if wrong is None:
             return None
+        # A random source or function also differs for one thread alone.
         passes = 1 + _MORE_ALONE * (self._reads - reads) // self.count
         again = itertools.repeat([*self._alone], passes)
-        return self._differs(again, self._seconds) or wrong._replace(kind=UNSAFE)
+        return self._first_wrong(again, self._seconds) or wrong._replace(kind=UNSAFE)
 
-    def _differs(
+    def _first_wrong(
         self, orders: Iterable[Iterable[int]], seconds: float, threads: int = 1
     ) -> WrongRecord | None:
         """Reads records again, and returns the first one that differs; None if none does.
 
         Args:
-            orders: The indices. One thread reads those of one order.
+            orders: Lists of indices. One thread reads the records of one list, in its order.
             seconds: Seconds after which no further record is read.
             threads: Number of threads.
         """
         found, until = list[WrongRecord](), time.monotonic() + seconds
 
         def read(order: Iterable[int]) -> int:
-            read = dict[int, Any]()
+            records = dict[int, Any]()
             for index in order:
-                read[index] = self._read(index)
+                records[index] = self._read(index)
                 if found or time.monotonic() > until:
                     break
-            # Afterwards, so that most of the time threads are inside of the user's code.
-            for index, got in read.items():
+            # Compared only now, so that threads spend most of the time inside the user's code.
+            for index, got in records.items():
                 alone, digest = self._alone[index]
-                is_lost = isinstance(got, Exception) and is_transient(got)
-                if not is_lost and _digest(got) != digest:
+                is_transient_error = isinstance(got, Exception) and is_transient(got)
+                if not is_transient_error and _digest(got) != digest:
                     found.append(WrongRecord(RANDOM, index, got, alone))
-            return len(read)
+            return len(records)
 
         for count in _by_threads(read, orders, threads):
             self._reads += count
@@ -206,7 +217,7 @@ class Records:
 
 
 def _by_threads(work: Callable[[S], T], items: Iterable[S], threads: int) -> Iterator[T]:
-    """Yields the results of a function, which threads call in the contexts of this one."""
+    """Yields `work(item)` for each item, in order. Threads compute it in this thread's context."""
     source = Items(iter(items))
     made = mapped(work, source, size=threads, num_threads=threads, name="grain-shard-check")
     try:

@@ -18,7 +18,7 @@ class Line:
 
     Attributes:
         name: The way in which batches were read, or the proof.
-        compared: Number of batches and rows that were compared; "" if nothing was compared.
+        compared: What was compared, such as "3 batches, 24 rows"; "" if nothing was.
         found: "ok", "failed", or the reason why the proof does not apply or was not made.
         error: The first difference, with its remedy; None if none was found.
     """

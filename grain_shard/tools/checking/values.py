@@ -9,22 +9,23 @@ import numpy as np
 from grain_shard.errors import describe_leaf
 from grain_shard.trees import is_text
 
-# Most characters of a value in a message, and of its bytes.
+# Most characters of a value in a message, and of a value that is shown as bytes.
 _SHOWN, _SHOWN_BYTES = 60, 200
 
 
 def same_values(a: np.ndarray, b: np.ndarray) -> bool:
     """Returns True if two arrays have the same dtype, shape and bits, or the same text."""
-    if is_text(a) or is_text(b):  # NumPy's text has a width, which is no part of the value
+    if is_text(a) or is_text(b):  # dtypes of NumPy's text differ by their width
         return a.tolist() == b.tolist()
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
 
 
 def shown_apart(one: np.ndarray, other: np.ndarray) -> tuple[str, str]:
-    """Returns two arrays that differ as two texts of at most 60 characters that differ.
+    """Returns two texts that show in what two arrays differ.
 
-    If their first values are the same, the texts are their dtypes and shapes, or the first values
-    that differ. Values that only have other bits, such as two NaNs, are shown as bytes.
+    The texts are the beginnings of the arrays. If these look the same, they are the dtypes and
+    shapes, or else the first values that differ. Values that also look the same, such as two NaNs
+    with different bits, are shown as bytes.
     """
     texts = _shown(one), _shown(other)
     if texts[0] != texts[1]:

@@ -50,7 +50,7 @@ def on_mesh(ds: ShardedDataset, shardings: ShardingTree) -> ShardedDataset:
 
 
 def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
-    """Returns the shardings on other meshes: that with the fewest devices and that with the most.
+    """Returns shardings on other meshes: one with the fewest devices, and one with the most.
 
     Only the size of the first mesh axis that shards the rows is changed. The result is empty if no
     mesh axis shards the rows, or if this axis also shards another dim.
@@ -65,10 +65,10 @@ def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
     if axis is None or any(axis in jax.tree.leaves(tuple(s.spec)[1:]) for s in named):
         return []
     mesh = cast(Mesh, max(named, key=num_shards).mesh)
-    first, others = mesh.devices.flat[0], math.prod(mesh.devices.shape) // mesh.shape[axis]
-    devices = jax.local_devices(backend=first.platform)
+    other_axes_size = math.prod(mesh.devices.shape) // mesh.shape[axis]
+    devices = jax.local_devices(backend=mesh.devices.flat[0].platform)
     found: list[ShardingTree] = []
-    for size in range(1, len(devices) // others + 1):
+    for size in range(1, len(devices) // other_axes_size + 1):
         if size != mesh.shape[axis]:
             moved = _resized(target, axis, size, devices)
             if batch_rows % moved.layout().divisor == 0:
@@ -77,6 +77,8 @@ def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
 
 
 def _resized(target: ShardingTree, axis: str, size: int, devices: list[Any]) -> ShardingTree:
+    """Returns the shardings on a mesh of the first devices, with another size of one axis."""
+
     def moved(sharding: Any) -> Any:
         if not isinstance(sharding, NamedSharding):
             return sharding
