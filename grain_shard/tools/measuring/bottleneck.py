@@ -2,15 +2,14 @@
 
 A stage holds the loop up if it is busy for at least half of the time, and for at least the share of
 the time that the loop needs for its own work. The threads that make batches count as busy, except
-while the buffer is full and none of them works on a batch. Their number plays no part, because
-threads are started and ended while the loop runs, and a thread may stand still because it waits for
-the interpreter's lock.
+while the buffer is full and none of them works on a batch. Their number does not matter, because it
+changes while the loop runs, and a thread may only be waiting for the interpreter's lock.
 
-If the loop waits although no stage holds it up, there are two possible reasons. Either some batches
-take much longer than most, and the buffers are too small to even that out. Or the time is spent in
-code that is not measured.
+If the loop waits although no stage holds it up, there are two possible reasons. Either a few
+batches take much longer than most, and the buffers are too small to even that out. Or the time goes
+into code that is not measured.
 
-The processor time of working threads shows if they compute or wait. Python code in one process can
+The processor time of the threads shows whether they compute or wait. Python code in one process can
 keep at most one processor busy.
 """
 
@@ -31,7 +30,7 @@ from grain_shard.tools.measuring.measurement import Measurement, PipelineFacts
 _LITTLE_WAIT = 0.1
 # From this share on, something takes "most" of the waiting, or of a stage's time.
 _MOST = 0.5
-# If the buffer is full for less than this share of the time, a larger buffer does not help.
+# If the buffer is full for less than this share of the time, a larger buffer would not help.
 _LITTLE_REST = 0.1
 # If at most this share of the batches makes up half of the waiting, batches arrive unevenly.
 _FEW = 0.25
@@ -43,8 +42,8 @@ _SURELY_WAITS = 0.05
 # If threads keep more processors busy than this, their work releases the interpreter's lock, and
 # several threads compute at the same time.
 _ONE_AT_A_TIME = 1.2
-# Number of batches that is enough for a verdict. If the dataset ended earlier, with fewer than half
-# of the batches asked for, the loop saw little more than the start and the end of the pipeline.
+# There is no verdict if the dataset ended before this many batches, and before half of the batches
+# asked for: the loop then saw little more than the start and the end of the pipeline.
 _ENOUGH = 10
 _FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
@@ -67,7 +66,6 @@ class Bottleneck(NamedTuple):
 
 
 def _verdict(name: str, reason: str, *advice: str) -> Bottleneck:
-    """Returns a `Bottleneck`, with each text of the advice as an argument of its own."""
     return Bottleneck(name, reason, advice)
 
 
@@ -101,6 +99,14 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         return _tasks(measured, pipeline)
     if stage is not None:
         return _making(stage, measured, pipeline)
+    return _no_stage(waits, measured, pipeline)
+
+
+def _no_stage(waits: str, measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
+    """Returns the verdict for a loop that waits although no stage holds it up.
+
+    The reason begins with `waits`, the share of the time that the loop waits, in words.
+    """
     if pipeline.num_workers:
         return _verdict(
             "workers",
@@ -116,7 +122,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
             "end the pipeline with .shard_to(mesh), whose stages report their times.",
         )
     idle = _idle_share(measured)
-    if idle >= _MOST:
+    if idle >= _MOST:  # batches were ready while the loop waited
         return _verdict(
             "handover",
             f"during {idle:.0%} of the waiting no stage was at work: batches were ready, but"
@@ -148,24 +154,22 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
 def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     """Returns the verdict for a loop that is held up by the threads that make batches.
 
-    Args:
-        stage: The stage in which these threads spend most of their time.
-        measured: The measured loop.
-        pipeline: The facts of the pipeline.
+    These threads spend most of their time in `stage`: "read", "batch" or "pad".
     """
     cores = _making_cores(measured)
     who = _who(stage, measured)
-    does = f"{who} {{}}" if _FUNCTIONS in who else f"{who} {{}}s"
+    is_plural = _FUNCTIONS in who
     if cores >= _COMPUTES:
         rate = measured.num_examples / measured.processor_s(*MAKING)
-        finding = f"{does.format('compute')}: about {rate:,.0f} examples a second " + (
+        compute = "compute" if is_plural else "computes"
+        finding = f"{who} {compute}: about {rate:,.0f} examples a second " + (
             "for each processor."
             if cores > _ONE_AT_A_TIME
             else "at best if that is Python code, which runs in one thread at a time, with any"
             " buffer size."
         )
     else:
-        finding = does.format("wait") + (
+        finding = f"{who} {'wait' if is_plural else 'waits'}" + (
             "."
             if _surely_waits(measured)
             else ", or would compute if other processes did not use the processors."
@@ -184,6 +188,7 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     tasks = [s for s in measured.spans if s.part == TASK]
     works = [s for s in measured.spans if s.stage == WORK]
     task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
+    # At most `size` tasks are submitted at a time.
     workers, size = len({s.thread for s in works}), pipeline.cpu_buffer_size
     busy = work_s / max(1, workers) / measured.seconds
     task_ms, work_ms = 1e3 * task_s / max(1, len(tasks)), 1e3 * work_s / max(1, len(works))
@@ -192,8 +197,8 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
         f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
         f" ms on the network and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
     )
-    # A worker spends `work_ms` of the `task_ms` of a task. So it always has work if
-    # `task_ms / work_ms` of its tasks are submitted at a time.
+    # A worker works for `work_ms` of the `task_ms` that a task takes. So it always has work if
+    # `task_ms / work_ms` tasks are under way for it.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
     advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
     if busy >= _MOST:
@@ -209,10 +214,10 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
 
 
 def _who(stage: str, measured: Measurement) -> str:
-    """Returns the code that takes most of a stage's time, as the subject of a sentence.
+    """Returns what takes most of a stage's time, as the subject of a sentence.
 
-    For the stage "read" the code is the source or the user's functions, or both if they are not
-    measured separately. For any other stage the text is "this".
+    For "read" it is the source or the user's functions, or both if they are not measured
+    separately. For any other stage it is "this".
     """
     reads = [s for s in measured.spans if s.stage == READ]
     if stage != READ:
@@ -228,11 +233,7 @@ def _who(stage: str, measured: Measurement) -> str:
 def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts) -> Iterator[str]:
     """Yields advice for a loop that is held up by the threads that make batches.
 
-    Args:
-        stage: The stage in which these threads spend most of their time.
-        who: The code that takes most of the stage's time, in words.
-        measured: The measured loop.
-        pipeline: The facts of the pipeline.
+    These threads spend most of their time in `stage`, and there in the code `who`, as in `_who`.
     """
     in_threads = not pipeline.is_stream and not pipeline.num_workers
     computes = _making_cores(measured) >= _COMPUTES
@@ -273,6 +274,7 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts
 
 
 def _more_side_by_side(who: str, measured: Measurement, pipeline: PipelineFacts) -> str:
+    """Returns the advice for threads that wait: how more reads can run at the same time."""
     full = covered_s(measured.rests) / measured.seconds
     if full >= _LITTLE_REST:
         return (
@@ -303,9 +305,9 @@ def _making_share(measured: Measurement) -> float:
 
 
 def _surely_waits(measured: Measurement) -> bool:
-    """Returns True if the threads that make batches wait for something that is not a processor.
+    """Returns True if the threads that make batches wait, and not only for a free processor.
 
-    They compute for so little of their time that a busy processor cannot be the reason.
+    They compute for so little of their time that busy processors cannot be the reason.
     """
     return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.figures.stage_s(*MAKING)
 
@@ -326,9 +328,8 @@ def _busiest(measured: Measurement) -> str | None:
     them. Otherwise they are compared by elapsed time.
     """
     placing, making = measured.busy(PLACE), _making_share(measured)
-    stage_s = (
-        measured.processor_s if _making_cores(measured) >= _COMPUTES else measured.figures.stage_s
-    )
+    computes = _making_cores(measured) >= _COMPUTES
+    stage_s = measured.processor_s if computes else measured.figures.stage_s
     return busiest(making, placing, stage_s, least=max(BUSY, 1 - measured.busy(WAIT)))
 
 
@@ -341,10 +342,9 @@ def _idle_share(measured: Measurement) -> float:
 
 
 def _longest_waits(measured: Measurement) -> tuple[int, float]:
-    """Returns the number of the longest waits that make up half of the waiting, and the shortest.
+    """Returns how many of the longest waits make up half of the waiting, and the shortest of these.
 
-    A wait is the loop's wait for one batch. The first value is the least number of waits that add
-    up to half of the waiting. The second is the shortest of these waits, in seconds.
+    A wait is the loop's wait for one batch. The second value is in seconds.
     """
     waits_s = sorted((s.end - s.start for s in measured.spans if s.stage == WAIT), reverse=True)
     sums = itertools.accumulate(waits_s)

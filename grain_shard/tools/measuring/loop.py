@@ -18,7 +18,7 @@ from grain_shard.trees import MASK_KEY
 def run_loop(
     ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None
 ) -> tuple[list[Span], list[dict[str, int]], str]:
-    """Runs a loop that takes batches and runs a training step with each, and records it.
+    """Runs a training loop, and records it.
 
     Args:
         ds: The dataset or an iterator. A given iterator is not closed.
@@ -26,10 +26,10 @@ def run_loop(
         step: The training step, called with each batch; None for no step.
 
     Returns:
-        A triple (spans, sizes, read_threads). The spans are all that any thread recorded during the
-        loop, in the order of their start. The sizes are a dict for each batch, with its numbers of
+        A triple (spans, sizes, read_threads). The spans are those of all threads during the loop,
+        in the order of their start. The sizes are a dict for each batch, with its numbers of
         "records" and "bytes". The text `read_threads` is the number of reading threads at the end
-        of the loop and the reason for it; "" if not known.
+        of the loop, with the reason for it; "" if not known.
 
     Raises:
         ValueError: The step returned nothing.
@@ -49,11 +49,11 @@ def run_loop(
             except StopIteration:
                 break
             sizes.append(size_of(batch))
-            # Masks are summed after the loop. The sum takes time, in which the pipeline would make
-            # more batches than in a real loop.
+            # Masks are summed after the loop. In the loop, the sum would give the pipeline time to
+            # make more batches than in a real loop.
             masks.append(mask_of(batch, mask_key))
             if step is not None:
-                _take(step, batch)
+                _run_step(step, batch)
             # Without this the devices would hold one batch more than the pipeline allows.
             del batch
         is_ours = isinstance(iterator, ShardedIterator)
@@ -65,7 +65,7 @@ def run_loop(
     return sorted(spans, key=lambda s: s.start), sizes, read_threads
 
 
-def _take(step: Callable[[Any], Any], batch: Any) -> None:
+def _run_step(step: Callable[[Any], Any], batch: Any) -> None:
     with span(STEP):
         result = jax.block_until_ready(step(batch))
     if not jax.tree.leaves(result):
@@ -77,10 +77,10 @@ def _take(step: Callable[[Any], Any], batch: Any) -> None:
 
 def covered_s(spans: Sequence[Span]) -> float:
     """Returns the seconds that the spans cover together. Times that overlap count once."""
-    seconds, reached = 0.0, float("-inf")
+    seconds, covered_to = 0.0, float("-inf")
     for one in sorted(spans, key=lambda s: s.start):
-        seconds += max(0.0, one.end - max(one.start, reached))
-        reached = max(reached, one.end)
+        seconds += max(0.0, one.end - max(one.start, covered_to))
+        covered_to = max(covered_to, one.end)
     return seconds
 
 

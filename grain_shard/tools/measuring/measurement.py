@@ -51,9 +51,10 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class _LoopFigures(Figures):
-    """Figures of a measured loop. A batch takes as long as `Measurement.stages_s` says.
+    """Figures of a measured loop, with the times of a batch from `Measurement.stages_s`.
 
-    The sums are of the measured loop alone. But its batches were made in part during the warm-up.
+    The sums cannot give these times: they leave out the warm-up, in which some of the batches were
+    made.
 
     Attributes:
         batch_stages_s: Seconds per batch by stage.
@@ -84,7 +85,7 @@ class Measurement:
             batch from its stream), "batch" (stack them), "pad", "place" (place the batch on the
             devices) and "work" (a task of an executor; its thread is the worker). The loop has
             "wait" (until a batch is on the devices) and "step" (until the step's result is
-            computed). In a span of "room" a thread rests, because a buffer is full.
+            computed). In a "room" span, a thread waits because a buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.
         num_examples: Number of rows of the measured global batches. If a batch has a mask that the
             step did not donate, only the rows for which the mask is True are counted.
@@ -144,10 +145,7 @@ class Measurement:
 
     @property
     def wait_share(self) -> float:
-        """Share of the loop's time that it waits, 0 to 1; 1 without a training step.
-
-        It is the time of waiting, divided by the time of waiting and training steps.
-        """
+        """Waiting divided by waiting and training steps, 0 to 1; 1 without a training step."""
         return self.figures.wait_share
 
     @property
@@ -189,8 +187,8 @@ class Measurement:
     def busy(self, *lanes: str) -> float:
         """Returns the share of the time, 0 to 1, in which at least one thread was in these `lanes`.
 
-        The share is not divided by the number of threads. `pace.py` changes that number while the
-        loop runs, and most threads may stand still because one holds the interpreter's lock.
+        It is not an average over threads, because their number changes while the loop runs (see
+        `pace.py`), and most of them may wait while one holds the interpreter's lock.
 
         Args:
             *lanes: Names of stages, "wait" or "step".

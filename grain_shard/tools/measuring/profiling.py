@@ -149,19 +149,19 @@ def profile(
             the loop can be measured. It is read once, so a short dataset should `.repeat()`. A
             given iterator is not closed.
         step: The training step, called with each batch, e.g. a closure that keeps the model's
-            state. It must return a result of the step, such as the loss, to be waited for. With
-            None the loop only waits, and the pipeline alone is measured.
+            state. It must return a result to wait for, such as the loss. None measures the pipeline
+            alone: the loop only takes batches.
         num_batches: Number of batches to measure.
-        warmup: Number of batches before the measured ones. The step compiles in the first batch,
-            and the buffers fill meanwhile, so the next batches arrive too fast. If the dataset ends
-            early, fewer batches are left out, so that at least one is measured.
+        warmup: Number of batches before the measured ones. While the step compiles, the buffers
+            fill, so the next batches arrive too fast. If the dataset ends early, fewer batches are
+            left out, so that at least one is measured.
 
     Returns:
         The measurement, to print or to plot. Jupyter displays it by itself.
 
     Raises:
         ValueError: The dataset has no batch, or the step returns nothing.
-        ShardingError: `num_batches` is not a positive integer, or `warmup` is negative or no
+        ShardingError: `num_batches` is not a positive integer, or `warmup` is negative or not an
             integer.
     """
     require_int("num_batches", num_batches, 1)
@@ -171,6 +171,7 @@ def profile(
         raise ValueError("the dataset has no batch to measure.")
     warmup = min(warmup, len(sizes) - 1)
     sizes = sizes[warmup:]
+    # The measured loop begins with the wait for its first batch.
     start = [s.start for s in spans if s.stage == WAIT][warmup]
     end = max(s.end for s in spans if s.stage in LOOP)
     pipeline = sharded(ds)

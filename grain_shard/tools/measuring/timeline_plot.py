@@ -23,10 +23,9 @@ _LANE_HEIGHT = 0.8
 
 
 class _Picture(Figure):
-    """A matplotlib figure that Jupyter shows only once.
+    """A matplotlib figure that is made without pyplot, so that Jupyter shows it only once.
 
-    Jupyter also shows every figure that pyplot has open. So a figure made by pyplot would be shown
-    twice. This figure is made without pyplot.
+    Jupyter shows a figure twice if pyplot has it open.
     """
 
     def _repr_png_(self) -> bytes:
