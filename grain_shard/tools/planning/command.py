@@ -69,9 +69,9 @@ def main(args: argparse.Namespace) -> int:
     """Makes the plan, prints it, and returns the exit code 0.
 
     Raises:
-        UsageError: The options do not fit together. Or the script of ``--compile`` does not define
-            the function that is named after the colon.
-        GrainShardError: An optional package is missing. Or the step of ``--compile`` does not take
+        UsageError: The options do not fit together, or the script of ``--compile`` does not define
+            the function.
+        GrainShardError: An optional package is missing, or the step of ``--compile`` does not take
             batches in the shardings of `shard_to`.
         OSError: The picture cannot be written.
     """
@@ -97,12 +97,12 @@ def main(args: argparse.Namespace) -> int:
         else:
             mesh = topology_mesh(args.topology, args.mesh, slices=args.slices)
         planned = plan(mesh, **options)
-    except ShardingError as error:  # a plan depends on the options alone, so these are wrong
+    except ShardingError as error:  # the options are wrong, because a plan depends on nothing else
         raise UsageError(str(error)) from None
     size = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
-        # `load_step` runs the user's script on this machine, where JAX must not look for a TPU.
+        # The user's script runs on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
         memory = compile_step(load_step(*args.compile), mesh, args.spec, size)
     if args.picture is not None:
@@ -119,11 +119,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _chip(text: str) -> HardwareType:
-    """Returns the chip with a given name.
-
-    Raises:
-        ArgumentTypeError: There is no such name.
-    """
     try:
         return HardwareType(text)
     except ValueError:
@@ -131,11 +126,7 @@ def _chip(text: str) -> HardwareType:
 
 
 def _script_and_name(text: str) -> tuple[str, str]:
-    """Returns the script and the name of a text such as ``train.py:build``, if the script exists.
-
-    Raises:
-        ArgumentTypeError: The text has another form, or there is no such file.
-    """
+    """Returns the script and the name in a text such as ``train.py:build``."""
     path, _, name = text.rpartition(":")
     if not path or not name:
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form train.py:build")
@@ -145,11 +136,6 @@ def _script_and_name(text: str) -> tuple[str, str]:
 
 
 def _picture(text: str) -> Path:
-    """Returns the text as a path, if it ends in ``.svg``.
-
-    Raises:
-        ArgumentTypeError: The text has another ending.
-    """
     if Path(text).suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(
             f"{text!r} does not end in .svg, the format of the picture"
@@ -158,11 +144,7 @@ def _picture(text: str) -> Path:
 
 
 def _axes(text: str) -> dict[str, int]:
-    """Returns ``data=32,model=8`` as the dict ``{"data": 32, "model": 8}``.
-
-    Raises:
-        ArgumentTypeError: The text has another form, or names an axis twice.
-    """
+    """Returns ``data=32,model=8`` as the dict ``{"data": 32, "model": 8}``."""
     axes = {}
     for word in text.split(","):
         name, _, size = word.partition("=")
@@ -173,11 +155,7 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _spec(text: str) -> PartitionSpec:
-    """Returns ``data+fsdp,-,seq`` as ``P(("data", "fsdp"), None, "seq")``.
-
-    Raises:
-        ArgumentTypeError: A name is empty.
-    """
+    """Returns ``data+fsdp,-,seq`` as ``P(("data", "fsdp"), None, "seq")``."""
     entries = []
     for word in text.split(","):
         names = word.split("+")

@@ -1,6 +1,6 @@
-"""Compiles a training step for a TPU slice that is not there.
+"""Compiles a training step for a TPU slice, without the slice.
 
-The result shows if the step fits in memory, and if it takes the batch in `shard_to`'s shardings.
+The result shows if the step fits in memory, and takes batches in the shardings of `shard_to`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,11 @@ def memory_table(memory: StepMemory) -> FittingTable:
 def load_step(path: str, name: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     """Runs a script, but not as ``__main__``, and returns the function of the given name.
 
-    The script's folder is the first of `sys.path` from then on, as for ``python script.py``. So the
-    script, and later the function, can import modules beside the script.
-
-    Args:
-        path: The script.
-        name: Name of the function.
+    The script's folder stays the first of `sys.path`, as for ``python script.py``, because the
+    function may later import modules from that folder.
 
     Raises:
-        UsageError: The script defines no such name.
+        UsageError: The script does not define the name.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
     names = runpy.run_path(path)
@@ -72,13 +68,13 @@ def compile_step(
 ) -> StepMemory:
     """Compiles a training step for a mesh, and returns the memory that it takes on each device.
 
-    The step is not run. It is traced under `jax.set_mesh`. `build` is not called under it, so that
-    it may make arrays on this machine, such as keys. Where it needs the mesh, as to find the shapes
-    and shardings of a state by `jax.eval_shape`, it calls `jax.set_mesh` itself.
+    The step is traced under `jax.set_mesh`, and not run. `build` is not called under it, so that it
+    can make arrays on this machine, such as keys. If `build` needs the mesh, for example to find
+    the shapes and shardings of a state by `jax.eval_shape`, it calls `jax.set_mesh` itself.
 
-    The user chooses the type of the axes, Explicit or Auto: if the state is on a mesh that differs
-    from `mesh` in these types alone, the batch is on that mesh, too. So for Auto axes `build`
-    places the state on ``jax.sharding.Mesh(mesh.devices, mesh.axis_names)``.
+    The state decides the type of the axes, Explicit or Auto: if its mesh differs from `mesh` only
+    in these types, the batch is on the state's mesh, too. So for Auto axes `build` places the state
+    on ``jax.sharding.Mesh(mesh.devices, mesh.axis_names)``.
 
     Args:
         build: A function that takes the mesh and returns ``(step, state, record)``. The step is a
@@ -105,7 +101,7 @@ def compile_step(
             try:
                 lower(step, state, anywhere)
             except ValueError:
-                raise error from None  # it fails without shardings, too: they are not the cause
+                raise error from None  # the step also fails without shardings: another cause
             raise ShardingError(
                 f"the step takes batches in other shardings than .shard_to gives them: {error}",
                 remedy="jit the step without in_shardings, or pass .shard_to the same shardings.",
@@ -114,10 +110,7 @@ def compile_step(
 
 
 def _mesh_of(state: Any, mesh: Mesh) -> Mesh:
-    """Returns the mesh of the state, if it differs from `mesh` in the types of axes alone.
-
-    Otherwise returns `mesh`.
-    """
+    """Returns the state's mesh if it differs from `mesh` only in the types of axes, else `mesh`."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
     for of_state in (one.mesh for one in shardings if isinstance(one, NamedSharding)):
         if of_state.axis_names == mesh.axis_names:
@@ -128,13 +121,7 @@ def _mesh_of(state: Any, mesh: Mesh) -> Mesh:
 
 
 def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
-    """Returns a global batch as `shard_to` makes it, as a tree of `jax.ShapeDtypeStruct`.
-
-    Args:
-        record: One record, as a tree of `jax.ShapeDtypeStruct` without shardings.
-        shardings: Shardings of the leaves of the batch.
-        global_batch_size: Rows of the batch, padding included.
-    """
+    """Returns a global batch of such records as `shard_to` makes it, as `jax.ShapeDtypeStruct`s."""
     # All hosts get the same global batch, so the layout of any host will do.
     layout = next(iter(shardings.layouts().values()))
     host_batch_size = len(layout.rows(global_batch_size))

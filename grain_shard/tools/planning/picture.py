@@ -23,13 +23,13 @@ def draw_mesh(mesh: Mesh, spec: Any, num_rows: int, path: str | Path) -> None:
 
     Args:
         mesh: The mesh.
-        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. If there are several,
-            the one that cuts the rows into most shards is drawn.
+        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. Of several, the one
+            with the most shards of the rows is drawn.
         num_rows: Rows of a batch, padding included.
         path: The file to write, an SVG.
     """
-    most = max(ShardingTree.of(mesh, spec).named(), key=num_shards)
-    sharding = NamedSharding(mesh, PartitionSpec(*most.spec[:1]))
+    finest = max(ShardingTree.of(mesh, spec).named(), key=num_shards)
+    sharding = NamedSharding(mesh, PartitionSpec(*finest.spec[:1]))
     rows = jax.ShapeDtypeStruct((num_rows,), "int8", sharding=sharding)
     title = f"{describe_mesh(mesh.shape.items())}: rows of a batch, and who holds them"
     Path(path).write_text(to_svg(draw_leaf(["rows of a batch"], rows), title))

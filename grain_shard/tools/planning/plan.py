@@ -37,7 +37,7 @@ def plan(
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
 
-    Nothing is read, and no JAX backend starts. So the devices of the mesh need not exist.
+    Nothing is read and no JAX backend starts, so the devices of the mesh need not exist.
 
     Args:
         mesh_or_sharding: The mesh of the job, or a mesh from `topology_mesh` or `hosts_mesh`. Or a
@@ -48,8 +48,8 @@ def plan(
         num_records: Number of records of an epoch.
         record_bytes: Bytes of one record in the batch; None if unknown.
         remainder: Treatment of a short last batch: "pad", "drop" or "error".
-        hardware: The chip, for a warning if a device holds fewer rows than the chip wants. None
-            finds the chip from the devices, and gives no such warning.
+        hardware: The chip, for a warning if a device holds fewer rows than keep the chip busy. With
+            None the devices name the chip, and there is no such warning.
 
     Returns:
         The plan, to be printed or to be asked for its figures.
@@ -73,34 +73,36 @@ def plan(
         require_int("record_bytes", record_bytes, 1)
     target = ShardingTree.of(mesh_or_sharding, spec)
     layouts = target.layouts()
-    layout = next(iter(layouts.values()))  # any host's: what is taken from it is the same for all
-    size = layout.padded(global_batch_size)
+    layout = next(iter(layouts.values()))  # of any host: only what all hosts share is taken from it
+    padded_batch_size = layout.padded(global_batch_size)
     steps = _num_batches(num_records, global_batch_size, layout, remainder)
-    held_records = min(num_records, steps * global_batch_size)
-    full, rest = divmod(held_records, global_batch_size)
+    held_records = min(num_records, steps * global_batch_size)  # all but those that are dropped
+    full_batches, rows_of_last = divmod(held_records, global_batch_size)
     devices = target.devices()
 
     def bytes_of(rows: int) -> int | None:
         return None if record_bytes is None else rows * record_bytes
 
     def reads_of(host: int) -> RowReads:
-        rows = tuple(layouts[host].ranges(size))
-        of_full = _rows_with_records(rows, global_batch_size)
+        rows = tuple(layouts[host].ranges(padded_batch_size))
+        rows_per_step = _rows_with_records(rows, global_batch_size)
+        in_last = _rows_with_records(rows, rows_of_last)
         return RowReads(
             host=host,
             rows=rows,
-            rows_per_step=of_full,
-            rows_per_epoch=full * of_full + _rows_with_records(rows, rest),
-            bytes_per_step=bytes_of(of_full),
+            rows_per_step=rows_per_step,
+            rows_per_epoch=full_batches * rows_per_step + in_last,
+            bytes_per_step=bytes_of(rows_per_step),
         )
 
     reads = PlannedReads(
         divisor=layout.divisor,
-        padded_batch_size=size,
+        padded_batch_size=padded_batch_size,
         amplification=layout.amplification,
         hosts=tuple(map(reads_of, layouts)),
     )
-    blocks = [num_shards(sharding) for sharding in target.named()] or [1]
+    # Leaves may have different specs, and so different numbers of shards of their rows.
+    shards = [num_shards(sharding) for sharding in target.named()] or [1]
     kind = devices[0].device_kind
     planned = Plan(
         device_kind=kind if hardware is None or kind != UNKNOWN_KIND else str(hardware),
@@ -114,10 +116,10 @@ def plan(
         global_batch_size=global_batch_size,
         remainder=remainder,
         steps_per_epoch=steps,
-        padded_rows_per_epoch=steps * size - held_records,
+        padded_rows_per_epoch=steps * padded_batch_size - held_records,
         dropped_records_per_epoch=num_records - held_records,
-        rows_per_device=size // max(blocks),
-        device_bytes=bytes_of(size // min(blocks)),
+        rows_per_device=padded_batch_size // max(shards),
+        device_bytes=bytes_of(padded_batch_size // min(shards)),
         reads=reads,
         hosts_with_the_same_rows=tuple(
             hosts for hosts in reads.hosts_by_rows().values() if len(hosts) > 1
@@ -127,14 +129,9 @@ def plan(
 
 
 def _rows_with_records(ranges: Iterable[tuple[int, int]], num_records: int) -> int:
-    """Returns the number of rows that hold a record, and so are read.
+    """Returns how many rows, given as (start, stop) ranges of a padded batch, hold a record.
 
-    Padding is at the end of a batch. So a row holds a record if its index is below the number of
-    records in the batch.
-
-    Args:
-        ranges: The rows of a padded batch, as (start, stop) ranges.
-        num_records: Number of records in the batch.
+    The rows from `num_records` on are padding.
     """
     return sum(min(stop, num_records) - min(start, num_records) for start, stop in ranges)
 

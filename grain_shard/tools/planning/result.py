@@ -85,7 +85,7 @@ class PlannedReads:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(InNotebooks):
-    """The result of `plan`: figures, which a terminal or a notebook shows as tables.
+    """The figures that `plan` returns. A terminal or a notebook shows them as tables.
 
     Example:
         >>> from grain_shard import hosts_mesh, plan
@@ -111,8 +111,8 @@ class Plan(InNotebooks):
         steps_per_epoch: Number of batches of an epoch.
         padded_rows_per_epoch: Number of rows of an epoch that hold no record.
         dropped_records_per_epoch: Number of records of an epoch that are in no batch.
-        rows_per_device: Rows of one shard of a batch, padding included. If there are several
-            specs, it is the smallest shard.
+        rows_per_device: Rows of one shard of a batch, padding included; of the smallest shard if
+            there are several specs.
         device_bytes: Most bytes of a batch on one device. A device holds fewer if a spec also
             shards other dims than the rows. None without `record_bytes`.
         reads: The rows that the hosts read.
@@ -149,8 +149,8 @@ class Plan(InNotebooks):
 
         Args:
             host: JAX process index of the host.
-            step: Number of the batch, from 0. A number from `steps_per_epoch` on means a batch of a
-                later epoch. The indices of each epoch begin at 0.
+            step: Number of the batch, from 0. Numbers from `steps_per_epoch` on are batches of
+                later epochs. The indices of each epoch begin at 0.
 
         Raises:
             ShardingError: The host has no device in the mesh.
@@ -165,8 +165,8 @@ class Plan(InNotebooks):
             )
         rows = np.concatenate([np.arange(start, stop) for start, stop in rows_of[host]])
         first = step % self.steps_per_epoch * self.global_batch_size
-        held = min(self.global_batch_size, self.num_records - first)
-        return first + rows[rows < held]
+        in_batch = min(self.global_batch_size, self.num_records - first)
+        return first + rows[rows < in_batch]  # the other rows are padding
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures of the plan as plain JSON."""
@@ -213,10 +213,11 @@ class Plan(InNotebooks):
         if most.bytes_per_step is not None:
             step += f", {describe_bytes(most.bytes_per_step)}"
         yield "reading", f"each row on {on}; {step}"
-        groups, same = self.hosts_with_the_same_rows, "on no two hosts"
-        if groups:
-            same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
-        yield "same rows", same
+        if groups := self.hosts_with_the_same_rows:
+            first = describe_few(groups[0])
+            yield "same rows", f"{len(groups)} groups of hosts, the first: {first}"
+        else:
+            yield "same rows", "on no two hosts"
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
         """Yields a line for each group of hosts that read the same rows, for the first 16 groups.

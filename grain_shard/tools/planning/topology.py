@@ -1,7 +1,6 @@
-"""Makes meshes of devices that are not there: of a TPU topology, or of a number of hosts.
+"""Makes meshes without their devices, for planning and compiling: of a TPU slice, or of hosts.
 
-A mesh made here is for planning and compiling. Its devices cannot compute. No function of this
-module starts a JAX backend.
+The devices of these meshes cannot compute, and no JAX backend starts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jax.sharding import Mesh
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.tools.extras import require
 
-# JAX's name for the kind of a device, where the devices only stand in for real ones.
+# The `device_kind` of devices that only stand in for real ones.
 UNKNOWN_KIND = "unknown device"
 # Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
 # none. Their values do not matter, because the topology is given by its name.
@@ -38,16 +37,14 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
 
     On several slices it is the mesh of `jax.experimental.mesh_utils.create_hybrid_device_mesh`,
     with ``allow_split_physical_axes=True``. The slices are spread over the first axis. If the
-    number of slices does not divide the size of this axis, the slices are spread over the next axes
-    as well. For another order, make a `jax.sharding.Mesh` of the same devices: `plan` takes any
-    mesh.
+    number of slices does not divide the size of this axis, they are spread over the next axes as
+    well. For another order, make a `jax.sharding.Mesh` of the same devices: `plan` takes any mesh.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
-    the neighbours of each chip. It gives four chips to a host. For hosts of eight chips use
-    `hosts_mesh`.
-    As on a TPU VM, a chip is one JAX device, or two on v2, v3 and TPU7x.
+    the neighbours of each chip. It gives four chips to a host; for hosts of eight chips use
+    `hosts_mesh`. As on a TPU VM, a chip is one JAX device, or two on v2, v3 and TPU7x.
 
-    libtpu is told that there is no TPU. So on a TPU VM call this function in a process that does
+    The function tells libtpu that there is no TPU. So on a TPU VM, call it in a process that does
     not train.
 
     Args:
@@ -61,7 +58,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
 
     Raises:
         GrainShardError: libtpu is not installed.
-        ShardingError: libtpu knows no such topology, or the axes do not fit it.
+        ShardingError: libtpu does not know the topology, or the axes do not fit it.
 
     Example:
         >>> mesh = topology_mesh("v5e:16x16", {"data": 32, "model": 8})  # doctest: +SKIP
@@ -80,14 +77,14 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
     if slices > 1:
         options["num_slices"] = slices
     before = dict(os.environ)
-    os.environ.update(_NO_TPU_HERE | before)
+    os.environ.update(_NO_TPU_HERE | before)  # a variable that the user has set stays
     try:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **options
         ).devices
     except Exception as error:  # RuntimeError; for some names and versions IndexError
         raise ShardingError(
-            f"libtpu makes no topology of {topology!r}: {error}",
+            f"libtpu does not know the topology {topology!r}: {error}",
             remedy="write the kind of TPU and the shape of a slice of whole hosts, such as"
             ' "v5e:4x8" or "v5p:2x2x4".',
         ) from error
@@ -157,16 +154,16 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
 def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
     """Returns a mesh in which the first axes lead from slice to slice.
 
-    The first axis is spread over gcd(size, `slices`) slices, where size is the size of the axis.
-    `slices` is then divided by this gcd, and the next axis is treated in the same way.
+    On 4 slices, axes of the sizes (2, 6) are spread over (2, 2) slices, and within a slice they
+    have the sizes (1, 3).
     """
     between, within = [], []
-    # After the loop `left` is 1, because the number of slices divides the number of devices, which
-    # is the product of the axis sizes.
-    left = slices
+    # After the loop `slices_left` is 1, because the number of slices divides the number of devices,
+    # which is the product of the axis sizes.
+    slices_left = slices
     for size in axes.values():
-        between.append(math.gcd(size, left))
+        between.append(math.gcd(size, slices_left))
         within.append(size // between[-1])
-        left //= between[-1]
+        slices_left //= between[-1]
     arranged = create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return Mesh(arranged, tuple(axes))

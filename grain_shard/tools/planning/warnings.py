@@ -1,4 +1,4 @@
-"""Finds the warnings about a plan. Each names a problem, and the change to make."""
+"""Warnings about a plan. Each names a problem, and the change to make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grain_shard.sharding.layout import round_up
 from grain_shard.tools.planning.result import Plan
 from grain_shard.training.hardware import HardwareType
 
-# The share of an epoch that is padding, or is dropped, from which on there is a warning. Below it a
+# There is a warning if at least this share of an epoch is padding, or is dropped. With less, a
 # change would gain next to nothing.
 _NOTABLE = 0.01
 
@@ -18,9 +18,9 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
 
     Args:
         plan: The plan.
-        hardware: The chip on which few rows are a reason to warn; None if no number of rows is.
-            A critical batch size counts tokens if rows are sequences, which only the user knows. So
-            the user has to ask for this warning.
+        hardware: The chip that the user has named, for a warning about too few rows on a device;
+            None for no such warning. Only the user knows whether a row is one example or a
+            sequence of tokens, so only the user can ask for it.
     """
     size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     if plan.reads.amplification > 1:
@@ -38,12 +38,12 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
         yield (
             f"every batch has {size - plan.global_batch_size} rows of padding, because"
             f" {plan.global_batch_size} rows do not split into {divisor} shards. Use"
-            f" {_larger_batch(plan, divisor)}."
+            f" a global batch of {round_up(plan.global_batch_size, divisor)} rows."
         )
-    # Every batch may have padding, because its rows do not split evenly. All further padding is in
-    # the short last batch of an epoch.
-    of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
-    share = of_last / (plan.steps_per_epoch * size)
+    # The warning above is of the padding that every batch has. All further padding is in the short
+    # last batch of an epoch.
+    in_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
+    share = in_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:
         yield (
             f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
@@ -65,7 +65,3 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
         yield (
             f"{idle} of {plan.num_hosts} hosts hold only rows of padding. Use a larger batch size."
         )
-
-
-def _larger_batch(plan: Plan, multiple: int) -> str:
-    return f"a global batch of {round_up(plan.global_batch_size, multiple)} rows"
