@@ -16,10 +16,10 @@ class UsageError(GrainShardError):
 
 
 def positive_integer(text: str) -> int:
-    """Returns the whole number, 1 or more, that the text holds.
+    """Returns the number that the text holds.
 
     Raises:
-        ArgumentTypeError: The text is no such number.
+        ArgumentTypeError: The text is not a whole number of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
@@ -27,12 +27,10 @@ def positive_integer(text: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
-    """Returns the positive number of seconds that the text holds.
-
-    The most is `threading.TIMEOUT_MAX`, the longest time that a Python thread can wait.
+    """Returns the seconds that the text holds: at most `threading.TIMEOUT_MAX`, for use as a wait.
 
     Raises:
-        ArgumentTypeError: The text is no such number.
+        ArgumentTypeError: The text is not a positive number of seconds.
     """
     try:
         seconds = float(text)

@@ -101,34 +101,33 @@ def _fail(code: int, line: str) -> int:
 
 
 def _nobody_reads() -> int:
-    # Python flushes stdout at exit. Into a closed pipe that would print an error.
+    # Python flushes stdout at exit. On a closed pipe that would print an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _UNREAD
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns the problem and the remedy of an error as one line.
+    """Returns the problem, the facts and the remedy of an error as one line.
 
-    The errors of this package have a line for the problem, lines of facts and a line for the
-    remedy. The facts are put in parentheses after the problem.
+    It reads like this: ``7 rows do not split (leaf: f32[7]). Remedy: use 8 rows.``
     """
     text = str(error).strip() or type(error).__name__
-    problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
-    said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
+    before, *remedies = re.split(r"\s*\n\s*remedy: +", text)
+    problem, *facts = (line.strip() for line in before.splitlines() if line.strip())
     if facts:
         # A line may hold several facts "name: value", with three or more spaces between them.
-        told = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
-        said = f"{said.rstrip('.')} ({'; '.join(told).rstrip('.')})."
-    if remedies:
-        end = "" if said.endswith(("?", "!")) else "."
-        said = f"{said.rstrip('.')}{end} Remedy: {' '.join(' '.join(remedies).split())}"
-    return said
+        joined = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
+        problem = f"{problem.rstrip('.')} ({'; '.join(joined).rstrip('.')})."
+    if not remedies:
+        return problem
+    end = "" if problem.endswith(("?", "!")) else "."
+    return f"{problem.rstrip('.')}{end} Remedy: {' '.join(' '.join(remedies).split())}"
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
     """Returns the parser of all subcommands, with the arguments of the subcommand that is called.
 
-    Only the module of that subcommand is imported, because each import takes seconds.
+    No other subcommand's module is imported, because each import takes seconds.
     """
     examples = "\n  ".join(["examples:", *(example for *_, example in _SUBCOMMANDS.values())])
     parser = _Parser(

@@ -14,8 +14,8 @@ def require(extra: str, use: str, instead: str = "") -> None:
 
     Args:
         extra: The optional part, such as "plot".
-        use: The function that needs it in words, as the subject of a sentence: "a timeline".
-        instead: Words for another remedy, at the end of the message; "" for none.
+        use: What needs the part, as the subject of the message: "a timeline".
+        instead: Another remedy, for the end of the message; "" for none.
 
     Raises:
         GrainShardError: The module of this part is not installed.

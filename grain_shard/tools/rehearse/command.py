@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Rehearses a script from the command line, and returns the exit code.
 
-    If a host failed, the code is that of the first host to fail (128 + n if signal n killed it).
-    It is 124 after a timeout, 1 if no host joined the others, and 128 + n if signal n ended the
-    rehearsal. Otherwise it is 0.
+    It is the code of the first host to fail (128 + n if signal n killed that host), 124 after a
+    timeout, 1 if no host joined the others, 128 + n if signal n ended the rehearsal, and else 0.
 
     Raises:
         UsageError: There is no such script.
@@ -49,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
         raise _Stopped(number)
 
     with contextlib.ExitStack() as cleanup:
-        # SIGHUP is handled, too. A closing terminal sends it to this process, but not to the hosts,
-        # because these run in sessions of their own.
+        # A closing terminal sends SIGHUP to this process, but not to the hosts, which run in
+        # sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup(1), SIGHUP stays ignored
                 cleanup.callback(signal.signal, number, signal.signal(number, stop))

@@ -1,4 +1,4 @@
-"""`HostProcess`: the process of one host, with its program, its environment and its end."""
+"""`HostProcess`: the process of one host: its program, its environment and how it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import IO
 
 # The line with which JAX ends a host because another host has ended.
 LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
-# Seconds that a host has between SIGTERM and SIGKILL. A blocked host does not end on SIGTERM: after
-# jax.distributed.initialize() JAX's preemption service catches the signal, and only notes it for
-# the program to ask for.
+# Seconds between SIGTERM and SIGKILL for a host. A blocked host does not end on SIGTERM: after
+# jax.distributed.initialize() JAX's preemption service catches the signal, and leaves it to the
+# program to ask for it.
 _GRACE_S = 2.0
 
 # The program of each process. It runs the script or module as `python` would, with six changes:
@@ -33,16 +33,15 @@ _GRACE_S = 2.0
 # * A script that raises an error ends the process by _exit. In an ordinary exit, JAX's atexit
 #   handler would wait up to 5 minutes for the other hosts, which in turn wait for this one. (After
 #   `sys.exit` the process ends as it would without a rehearsal.) The process exits two seconds
-#   late. The reason: by then the other hosts have heard of an error of its iterator. And they fail
-#   as soon as its connections break, up to 15 ms (measured) before the end of its process can be
-#   seen. A host that only reports the failure of another host (AgreementError) exits 5 seconds
-#   late. With these delays, and that of `_wait`, the first process to end is the process that
-#   failed first.
+#   late. By then the other hosts have heard of an error of its iterator. Without the delay they
+#   would fail as soon as its connections break, up to 15 ms (measured) before the end of its
+#   process can be seen. A host that only reports the failure of another host (AgreementError)
+#   exits 5 seconds late. With these delays, and that of `_wait`, the process that failed first also
+#   ends first.
 # * After a script that has compiled something, the process ends only when its devices have
-#   finished. A process that ends during a collective of its devices may hang. The devices of a
-#   process run their common computations in order. So this program runs one more computation on all
-#   devices, and waits for it.
-# * A file says which batch the host's loop was handed last, for hosts that wait for each other.
+#   finished, because it may hang if it ends during a collective. The devices of a process run their
+#   common computations in order. So this program runs one more on all devices, and waits for it.
+# * A file says which batch the host's loop got last. It shows where hosts wait for each other.
 #
 # This program itself imports neither JAX nor this package, because the script may set variables
 # that must be set before the import of JAX. If the script used JAX but never joined the other
@@ -138,11 +137,11 @@ finally:
 if left is not None:
     raise left
 """
-# The time, in seconds, that a host gets to print its stack.
+# Seconds that a host gets to print its stack.
 _SAY_S = 0.5
-# The time, in seconds, by which the end of a host that lost another host is told late: by then the
-# end of the other host can be seen. It is also the longest wait for the last lines of a host, whose
-# children may keep the pipe open.
+# If a host lost another host, its end is reported this many seconds late, so that the end of the
+# other host comes first. It is also the longest wait for the last lines of a host, whose children
+# may keep the pipe open.
 _LATE_S = 0.5
 
 
@@ -154,9 +153,9 @@ class HostProcess:
 
     Args:
         index: Index of the host.
-        argv: The path of the notes that the process writes: with ".alone" at its end if the script
-            used JAX without joining the other hosts, with ".place" for the last batch. Then the
-            script with its arguments, or "-m", a module and its arguments.
+        argv: A path for the notes of the process, then the script and its arguments, or "-m", a
+            module and its arguments. The process writes the file path + ".alone" if the script
+            used JAX without joining the other hosts, and path + ".place" for the last batch.
         environment: All environment variables of the process.
         events: The queue for lines and ends.
     """
@@ -194,10 +193,10 @@ class HostProcess:
                 self._events.put((self._index, line))
 
     def _wait(self) -> None:
-        # With WNOWAIT the process stays a zombie until `reap`. Until then the system does not give
-        # its number, which is also its group's number, to another process. So a signal cannot
-        # reach a wrong process. macOS has no `waitid` before Python 3.13. There `reap` comes a
-        # second after the end of the process, too soon for its number to be given away.
+        # With WNOWAIT the process stays a zombie until `reap`. So the system does not give its
+        # number, which is also its group's number, to another process, which a signal would reach.
+        # macOS has no `waitid` before Python 3.13. There `reap` comes within a second after the end
+        # of the process, too soon for its number to be reused.
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         else:
@@ -215,8 +214,8 @@ class HostProcess:
             send: `os.kill` for the process alone, `os.killpg` for the process and its children.
         """
         if not self._is_reaped:
-            # Without `waitid` the process and its children may be gone. And macOS refuses a signal
-            # to a group of zombies.
+            # Without `waitid` the process may be gone, and macOS refuses a signal to a group of
+            # zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 send(self._process.pid, number)
 
@@ -233,19 +232,18 @@ class HostProcess:
             self._waiter.join()
             # The children first get SIGTERM and some time. When they have ended, multiprocessing's
             # resource tracker frees their shared memory. They keep the pipe of stdout open, so the
-            # thread that reads from the pipe ends when all children have ended.
+            # reading thread ends when all of them have ended.
             self.send_signal(signal.SIGTERM, os.killpg)
             self._reader.join(_GRACE_S)
             self.send_signal(signal.SIGKILL, os.killpg)
-            # There is a timeout, because a daemon that left the process's group may keep the pipe
-            # open for ever.
+            # A daemon that left the process's group may keep the pipe open for ever.
             self._reader.join(_GRACE_S)
             self._is_reaped = True
         return self._process.wait()
 
 
 def say_where(processes: Sequence[HostProcess]) -> None:
-    """Makes the hosts that still run print the stack of their main thread; waits half a second."""
+    """Makes the hosts print the stack of their main thread, and gives them half a second for it."""
     for process in processes:
         process.send_signal(signal.SIGQUIT)
     time.sleep(_SAY_S)
@@ -266,13 +264,9 @@ def end(processes: Sequence[HostProcess]) -> None:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserves and yields the number of a port on which JAX's coordinator can listen.
-
-    No other program gets the port until the block ends.
-    """
+    """Yields a port for JAX's coordinator, which no other program gets until the block ends."""
     with socket.socket() as reservation:
-        # JAX's coordinator sets this option, too. So its socket can bind the port while this socket
-        # holds it.
+        # JAX's coordinator sets this option, too, so it can bind the port while this socket has it.
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reservation.bind(("127.0.0.1", 0))
         yield reservation.getsockname()[1]
@@ -281,17 +275,10 @@ def reserved_port() -> Iterator[int]:
 def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
     """Returns the environment of one host: this process's variables, and variables of a SLURM job.
 
-    JAX reads the SLURM variables in ``jax.distributed.initialize()``. If this process is part of a
-    real cluster, the variables that the cluster has set are left out.
-
-    Args:
-        host: Index of the host.
-        hosts: Number of hosts.
-        devices_per_host: Number of CPU devices of each host.
-        port: Port of JAX's coordinator.
+    JAX reads the SLURM variables in ``jax.distributed.initialize()``. Variables of a real cluster
+    to which this process belongs are left out.
     """
-    # On a real cluster, variables with these prefixes may be set, to values that contradict the
-    # rehearsal.
+    # On a real cluster, variables with these prefixes may be set, and contradict the rehearsal.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     if any(name.lower().endswith("_proxy") for name in variables):

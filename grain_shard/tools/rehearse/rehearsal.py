@@ -25,9 +25,8 @@ from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
 # A line that Gloo prints on stdout. Gloo is the library for collectives of CPUs on several hosts.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# When a host has lost another host, some versions of JAX print the error of the connection and a
-# stack of C++ functions, whose lines match `_STACK_OF_LOSS`. Other lines of the host may be between
-# these lines.
+# If a host loses another host, some versions of JAX print the error of the connection and a stack
+# of C++ functions, whose lines match `_STACK_OF_LOSS`. The host's own lines may be between them.
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"
     r"|    @ +0x[0-9a-f]+ "
@@ -116,7 +115,7 @@ def run_script(
 ) -> RehearsalResult:
     """Runs a script on every host, and returns the outputs and return codes of the hosts.
 
-    The failure of a host raises no error; it is in the result.
+    If a host fails, the result says so; no error is raised.
 
     Args:
         argv: The arguments of Python: ``["train.py", "--steps", "20"]`` or ``["-m", "train"]``.
@@ -126,10 +125,10 @@ def run_script(
         env: Environment variables for every host, in addition to those of this process.
         end_others: True if the first host to fail ends all hosts. With False the hosts run until
             they end by themselves or time out.
-        echo: The file to which each line of a host is written as it arrives, after the words
-            "[host 0]" and so on; None for no output. If a host ends because another host has ended,
-            JAX prints a stack of C++ functions, which is left out of this file. Lines of Gloo (the
-            library for collectives of CPUs) are left out of this file and of the result.
+        echo: The file to which each line of a host is written as it arrives, after "[host 0]" and
+            so on; None for no output. It leaves out the stack of C++ functions that JAX prints if a
+            host ends because another host has ended. Lines of Gloo (the library for collectives of
+            CPUs) are left out of this file and of the result.
 
     Raises:
         ValueError: `hosts` or `devices_per_host` is less than 1.
@@ -142,7 +141,7 @@ def run_script(
     running, timed_out_hosts = set(range(hosts)), []
     failed_host: int | None = None
 
-    def record(host: int, line: str | None) -> None:
+    def record(host: int, line: str | None) -> None:  # None means that the process has ended
         line = line and _GLOO.sub("", line)
         if line:
             lines[host].append(line)
@@ -159,6 +158,8 @@ def run_script(
             variables = host_environment(host, hosts, devices_per_host, port) | dict(env or {})
             words = [str(notes / str(host)), *argv]
             processes.append(HostProcess(host, words, variables, events))
+        # Take lines and ends of processes, until all hosts or the first to fail have ended, or time
+        # runs out. The exit of this block ends the hosts that still run.
         while running and (failed_host is None or not end_others):
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 timed_out_hosts = sorted(running)
@@ -171,10 +172,11 @@ def run_script(
                     running.remove(host)
                     if processes[host].reap() != 0 and failed_host is None:
                         failed_host = host
+        # The hosts that used JAX without joining the others, and the last batch of each host.
         alone = {int(note.stem) for note in notes.glob("*.alone")}
         places = {int(n.stem): n.read_text().rstrip() for n in sorted(notes.glob("*.place"))}
         not_joined = hosts > 1 and (failed_host in alone or (not running and len(alone) == hosts))
-    while not events.empty():
+    while not events.empty():  # the last lines of hosts that were ended
         record(*events.get())
     returncodes = [process.reap() for process in processes]
     outputs = ["".join(host_lines) for host_lines in lines]
@@ -185,7 +187,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     import cloudpickle  # imported only here: the command line does not need it
 
     with contextlib.ExitStack() as cleanup:
-        # A test module is not in a package, and the hosts may not find it. So its functions are
+        # Hosts may not find a module that is not in a package, such as a test. So its functions are
         # sent as code. A function of a package is sent as a name, and the hosts import its module.
         if isinstance(function, types.FunctionType) and "." not in function.__module__:
             module = sys.modules[function.__module__]

@@ -22,10 +22,9 @@ class RehearsalResult:
         failed_host: Index of the host that failed first; None if no host failed.
         timed_out_hosts: Indices of the hosts that still ran at the timeout.
         not_joined: True if hosts used JAX without ``jax.distributed.initialize()``, so that each of
-            them ran alone. That is true of all hosts if no host failed, else at least of the host
-            that failed first.
-        places: The batch that the loop of each host got last, in words. Only hosts that iterated
-            over a dataset of `shard_to` are in it.
+            them ran alone: all hosts if none failed, else at least the host that failed first.
+        places: The batch that the loop of each host got last, in words. A host that did not iterate
+            over a dataset of `shard_to` is left out.
     """
 
     returncodes: list[int]
@@ -61,47 +60,43 @@ class RehearsalResult:
         return "\n".join([*head, *tails, *remedy])
 
     def verdict(self) -> list[str]:
-        """Returns the lines of `summary` without the hosts' own lines.
-
-        If `run_script` got a file as `echo`, it has already written the hosts' own lines to it.
-        """
-        ends = []
+        """Returns the lines of `summary` without the hosts' own lines, which `echo` has already."""
+        lines = []
         if self.failed_host is not None:
-            end = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
+            failed = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
             if (code := self.returncodes[self.failed_host]) < 0:
-                end += f" (signal {-code}: {signal.strsignal(-code)})"
-            ends.append(end)
+                failed += f" (signal {-code}: {signal.strsignal(-code)})"
+            lines.append(failed)
         elif self.timed_out_hosts:
             hosts = ", ".join(f"host {host}" for host in self.timed_out_hosts)
-            said = all(_STACK in self.outputs[host] for host in self.timed_out_hosts)
-            where = ". The last lines of each host show where it stood" if said else ""
-            ends.append(f"timed out, still running: {hosts}{where}")
-        ends += [f"host {host} {place}" for host, place in self.places.items()]
+            have_stacks = all(_STACK in self.outputs[host] for host in self.timed_out_hosts)
+            where = ". The last lines of each host show where it stood" if have_stacks else ""
+            lines.append(f"timed out, still running: {hosts}{where}")
+        lines += [f"host {host} {place}" for host, place in self.places.items()]
         if self.not_joined:
             if self.failed_host is None:
-                end = (
+                cause = (
                     f"each of the {len(self.returncodes)} processes ran the whole job by itself,"
                     " because none of them joined the others by jax.distributed.initialize()."
                 )
             else:
-                end = (
+                cause = (
                     f"host {self.failed_host} had not joined the other hosts: its call of"
                     " jax.distributed.initialize() is missing, failed, or comes after another use"
                     " of JAX. Each process then runs the whole job by itself, and the processes may"
                     " disturb each other, for example in a folder that all of them write to."
                 )
-            ends.append(
-                f"{end} Remedy: call jax.distributed.initialize(), without arguments, before any"
+            lines.append(
+                f"{cause} Remedy: call jax.distributed.initialize(), without arguments, before any"
                 " other use of JAX."
             )
-        return ends
+        return lines
 
 
 def _last_lines(output: str) -> list[str]:
-    """Returns the last 40 lines of a host's output.
+    """Returns 40 lines of a host's output: its end, or the top of its last stack if that is longer.
 
-    If the last stack in the output begins before these lines, the first 40 lines of this stack are
-    returned instead. The top of the stack names the place where the host was.
+    The top of the stack names the place where the host was.
     """
     lines = output.splitlines()
     first = max(0, len(lines) - _TAIL_LINES)

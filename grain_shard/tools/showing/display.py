@@ -37,10 +37,9 @@ def show(batch_or_dataset: Any) -> None:
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
-            Or the dataset that `shard_to` returned, or its iterator. This host's rows of the first
-            batch are then read to find the shapes, and the number of batches, the buffers and this
-            host's rows are shown, too. For an iterator, the number of reading threads is shown with
-            the reason for it.
+            Or the dataset that `shard_to` returned, or its iterator: then this host's rows of the
+            first batch are read to find the shapes. The number of batches, the buffers and the rows
+            of this host are shown, too, and for an iterator the number of reading threads.
 
     Raises:
         ShardingError: The dataset has no batch, or its batches do not fit their shardings. Or the
@@ -103,11 +102,11 @@ def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
-    """Yields facts of a dataset as text: pairs (name, value).
+    """Yields the lines of the first table: pairs (name, value).
 
     Args:
         ds: The dataset.
-        batch: Its abstract batch. It has no number of rows if its leaves are text or scalars.
+        batch: Its abstract batch. If all leaves are text or scalars, its rows are unknown.
     """
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     global_batch_size = next((struct.shape[0] for struct in structs if struct.shape), None)
@@ -148,11 +147,7 @@ class LeafText(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any) -> LeafText:
-        """Returns the description of a leaf.
-
-        Args:
-            leaf: A `jax.Array`, a `jax.ShapeDtypeStruct`, a numpy array, or any other object.
-        """
+        """Describes a `jax.Array`, a `jax.ShapeDtypeStruct`, a numpy array, or any other object."""
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")
         sharding = getattr(leaf, "sharding", None)
@@ -178,6 +173,7 @@ def _dims(shape: tuple[int, ...], spec: tuple[Any, ...]) -> str:
 
 
 def _at(entry: Any) -> str:
+    """Returns the mesh axes of one dim as text, such as ``@data`` or ``@(data,fsdp)``."""
     axes = (entry,) if isinstance(entry, str) else entry or ()
     if not axes:
         return ""

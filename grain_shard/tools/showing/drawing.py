@@ -25,10 +25,9 @@ def draw_batch(batch: Any) -> Iterator[Any]:
     """Yields a table for each group of leaves that are cut alike.
 
     Leaves are cut alike if they are on the same mesh, with the same spec and the same sizes of the
-    dims up to the last sharded one. The lines of a table are shards of the rows. The columns are
-    shards of other sharded dims. A cell names the devices that hold the rows of its line and
-    the shard of its column. Only leaves with a `NamedSharding` and at least one element are drawn.
-    Their values are not read.
+    dims up to the last sharded one. The lines of a table are shards of the rows, and the columns
+    are shards of the other sharded dims. A cell names the devices that hold this part. Only leaves
+    with a `NamedSharding` and at least one element are drawn. Their values are not read.
     """
     groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in zip(*flatten(batch)[:2], strict=True):
@@ -47,19 +46,20 @@ def _dims_drawn(sharding: NamedSharding) -> int:
 
 
 def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
-    """Returns a table for `rich`, with a title: a leaf's shards and the devices that hold them.
+    """Returns a table of a leaf's shards and the devices that hold them, with a title.
 
     Args:
         paths: The paths of all leaves that are cut like this one, for the title.
         leaf: A `jax.Array` or `jax.ShapeDtypeStruct` with a `NamedSharding`.
     """
-    # The devices that hold each piece. The key is the (start, stop) of each dim that is drawn.
+    # The devices that hold each piece. A piece is the (start, stop) of each dim that is drawn.
     held: dict[tuple[Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         dims = zip(index, leaf.shape[: _dims_drawn(leaf.sharding)], strict=False)
         held.setdefault(tuple(part.indices(size)[:2] for part, size in dims), []).append(device)
     lines = sorted({piece[0] for piece in held})
     columns = sorted({piece[1:] for piece in held})
+    shown = columns[:_MAX_COLUMNS]
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
     title = describe_few(paths)
@@ -67,15 +67,13 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
         title += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
     if len(columns) > _MAX_COLUMNS:
         title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
+    cells = [
+        [describe_ranges([rows]), *(_devices(held[rows, *dims], several_hosts) for dims in shown)]
+        for rows in lines[:_MAX_LINES]
+    ]
     drawing = FittingTable(
-        ["rows", *map(_column_head, columns[:_MAX_COLUMNS])],
-        (
-            [
-                describe_ranges([rows]),
-                *(_devices(held[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
-            ]
-            for rows in lines[:_MAX_LINES]
-        ),
+        ["rows", *map(_column_head, shown)],
+        cells,
         left=1 + _MAX_COLUMNS,
         row_styles=[f"black on {color}" for color in FILLS],
     )
@@ -83,13 +81,7 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
 
 
 def _column_head(column: tuple[Range, ...]) -> str:
-    """Returns the head of a column: its range in each dim after the rows.
-
-    If only the dim of the rows is drawn, the head is "held by".
-
-    Args:
-        column: The (start, stop) of each dim after the rows that is drawn; () if there is none.
-    """
+    """Returns the head of a column: its (start, stop) in each dim that is drawn beside the rows."""
     head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
 

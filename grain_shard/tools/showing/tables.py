@@ -25,9 +25,8 @@ _TEXT_WIDTH = 100
 class InNotebooks:
     """Base class that shows an object as HTML in a notebook, if rich can render its class.
 
-    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
-    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
-    codes.
+    The notebook also gets plain text, for terminals, for GitHub, and for the comparison of two
+    versions of a notebook. Unlike rich's own text, it has no color codes.
     """
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -118,10 +117,7 @@ def to_screen(renderable: InNotebooks) -> None:
 
 
 def screen_width() -> int:
-    """Returns the width of the output in characters: COLUMNS, else the terminal's width, else 100.
-
-    COLUMNS is an environment variable. There is no terminal if the output goes to a log.
-    """
+    """Returns the width of the output: the variable COLUMNS, else the terminal's, else 100."""
     return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
@@ -143,14 +139,14 @@ def to_svg(renderable: Any, title: str) -> str:
 
 
 def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
-    # In a notebook rich would display the table at once, although `file` is given.
+    # Without `force_jupyter`, rich would display the table in a notebook, although `file` is given.
     console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
 
 
 def broken(sentence: str, width: int) -> str:
-    """Breaks a sentence into lines between words; later lines are indented by two more spaces."""
+    """Breaks a sentence into lines. The lines after the first are indented by two more spaces."""
     indent = " " * (2 + len(sentence) - len(sentence.lstrip()))
     return textwrap.fill(
         sentence,
