@@ -117,7 +117,7 @@ class CheckpointItem:
     """A mixin that lets Kauldron save and restore an iterator of `shard_to` in its checkpoints.
 
     With random access or feeds, a checkpoint can be restored on another number of hosts. The class
-    that uses the mixin has to keep the iterator as its attribute `iter`. Kauldron's iterators do::
+    that uses the mixin must keep the iterator as its attribute `iter`. Kauldron's iterators do::
 
         from kauldron.data.iterators import PyGrainIterator
 

@@ -93,11 +93,7 @@ class ShardingError(GrainShardError, ValueError):
         super().__init__(problem)
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
-        """Adds the mesh axes to this error if it has none yet, and returns this error.
-
-        Args:
-            mesh_axes: (name, size) of every mesh axis.
-        """
+        """Adds the mesh axes to this error if it has none yet, and returns this error."""
         self.mesh_axes = self.mesh_axes or tuple(mesh_axes)
         return self
 
@@ -214,7 +210,7 @@ def text_of(error: BaseException) -> str:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Returns the notes on an error, except those of a user's class that are not text."""
+    """Returns the notes on an error that are text. A user's class may have added other objects."""
     return [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
 
 
@@ -258,7 +254,7 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def require_steps(name: str, given: Any, remedy: str) -> None:
     """Raises an error if a schedule is not a dict from training steps to values.
 
-    The steps have to be integers in ascending order, and the first one has to be 0.
+    The steps must be integers in ascending order, and the first one must be 0.
 
     Args:
         name: What the message calls the schedule, such as "batch sizes".

@@ -138,11 +138,7 @@ class span:  # a context manager; @contextmanager on a generator takes 1.5 times
 
 
 def record(done: Span) -> None:
-    """Adds a finished span to the active recordings.
-
-    Args:
-        done: The span, of this process or of a worker of an executor.
-    """
+    """Adds a finished span, of this process or an executor's worker, to the active recordings."""
     for listener in _listeners:
         listener.append(done)
 

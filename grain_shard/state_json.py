@@ -116,15 +116,10 @@ def from_storage(state: Any) -> dict[str, Any]:
 
 
 def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
-    """Sets the state of a Grain iterator.
-
-    Args:
-        iterator: The iterator.
-        state: The state, which another pipeline may have saved.
-        name: The iterator's name in messages.
+    """Sets the state of a Grain iterator, which a message calls `name`.
 
     Raises:
-        StateError: The iterator cannot take the state.
+        StateError: The iterator cannot take the state, which another pipeline may have saved.
     """
     try:
         iterator.set_state(state)

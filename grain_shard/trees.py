@@ -32,11 +32,7 @@ MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that 
 def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     """Returns the paths, the leaves and the structure of a tree.
 
-    As in JAX, None is a tree without leaves.
-
-    Args:
-        tree: The tree.
-        root: The first part of each path.
+    As in JAX, None is a tree without leaves. Each path begins with `root`.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -47,12 +43,7 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
 
 
 def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
-    """Returns the path of a leaf as text, such as ``batch['image']``.
-
-    Args:
-        keys: JAX's keys that lead to the leaf.
-        root: The first part of the path.
-    """
+    """Returns JAX's keys of a leaf as text, such as ``batch['image']`` with the root "batch"."""
     return root + jax.tree_util.keystr(tuple(keys))
 
 
@@ -396,12 +387,7 @@ class FlatBatch:
         return flatten(self.structure.unflatten(range(self.structure.num_leaves)))[0]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
-        """Raises a `ShardingError` that shows the first leaf.
-
-        Args:
-            problem: The problem, in one sentence.
-            remedy: The change that the user can make.
-        """
+        """Raises a `ShardingError` that shows the first leaf."""
         raise ShardingError(
             problem, path=self.paths[0], leaf=describe_leaf(self.arrays[0]), remedy=remedy
         )
