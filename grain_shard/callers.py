@@ -20,11 +20,9 @@ def user_frame() -> FrameType | None:
 
 
 def loop_line() -> str:
-    """Returns the line of the user's program from which this package was called.
+    """Returns the innermost line of the user's program that called this package: ``train.py:40``.
 
-    Returns:
-        The line, as ``train.py:40``. If all callers are installed libraries, the line of the
-        innermost one. "?" without any caller.
+    If only installed libraries called it, the result is a line of theirs; "?" without a caller.
     """
     callers = [f for f in _outwards(inspect.currentframe()) if not _is_own(f) and not _is_python(f)]
     frame = _users(callers)

@@ -170,7 +170,7 @@ def test_what_is_unknown_is_said_and_is_no_verdict(why, pair):
 
 
 def test_after_its_time_it_is_unknown():
-    with pytest.raises(Unknown, match="the time was over"):
+    with pytest.raises(Unknown, match="the time ran out"):
         apart(sharded(train), test, until=0)
 
 

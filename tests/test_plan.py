@@ -129,9 +129,9 @@ class TestTopologies:
     @pytest.mark.parametrize(
         ("name", "slices", "axes", "message"),
         [
-            ("v5e:3x7", 1, {"data": 21}, "no topology of 'v5e:3x7'"),
-            ("v9:2x2", 1, {"data": 4}, "no topology of 'v9:2x2'"),
-            ("v5e", 1, {"data": 4}, "no topology of 'v5e'"),
+            ("v5e:3x7", 1, {"data": 21}, "not know the topology 'v5e:3x7'"),
+            ("v9:2x2", 1, {"data": 4}, "not know the topology 'v9:2x2'"),
+            ("v5e", 1, {"data": 4}, "not know the topology 'v5e'"),
             ("v5e:2x2", 1, {"data": 5}, "a mesh of 5 devices, but there are 4"),
             ("v5e:2x2", 1, {"data": 4, "model": 0}, "mesh axis model=0"),
             ("v6e:16x16", 1, {"data": 128, "model": 2}, "jax.make_mesh finds no order of"),

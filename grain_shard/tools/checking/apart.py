@@ -220,4 +220,4 @@ def _contents(records: SourceRecords, index: int, until: float) -> tuple[str, st
 
 def _check_time(until: float) -> None:
     if time.monotonic() > until:
-        raise Unknown("the time was over")
+        raise Unknown("the time ran out")

@@ -285,7 +285,7 @@ class _Check:
     def _line(self, proof: _Proof, left_s: float) -> Line:
         """Makes a proof within `left_s` seconds."""
         if left_s < 0:
-            return Line(proof.name, "", f"not checked: {self._seconds:g} s were over")
+            return Line(proof.name, "", f"not checked: the {self._seconds:g} s ran out")
         comparison = Comparison(self._reference, time.monotonic() + left_s)
         try:
             self._require_another_pass()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,11 +114,18 @@ class BatchRange(NamedTuple):
 
     Attributes:
         steps: Numbers of the batches.
-        go: Sets an iterator to the first of them, by its number or by a state.
+        state: The state before the first of them, as JSON, to restore it; None to seek its number.
     """
 
     steps: range
-    go: Callable[[ShardedIterator], object]
+    state: str | None = None
+
+    def go(self, batches: ShardedIterator) -> None:
+        """Sets an iterator to the first of these batches."""
+        if self.state is not None:
+            batches.set_state(json.loads(self.state))
+        elif self.steps.start:
+            batches.seek(self.steps.start)
 
 
 class Reference:
@@ -160,7 +167,7 @@ class Reference:
             for window in windows:
                 steps = range(window.start, self._read(batches, window, num_batches, until))
                 if steps:
-                    self.ranges.append(BatchRange(steps, _seek(window.start)))
+                    self.ranges.append(BatchRange(steps))
             # The state after the last batch has all fields.
             self.last_state: str | None = _state(batches)
 
@@ -213,13 +220,10 @@ class Reference:
         return f"record {record:,} of epoch {state['epoch']} (row {row:,} of {batch})"
 
     def restores(self) -> list[BatchRange]:
-        """Returns the second half of each range, with its saved state as the way to it."""
-        found: list[BatchRange] = []
-        for steps, _ in self.ranges:
-            half = steps[len(steps) // 2 :]
-            if (state := self.states[half.start]) is not None:
-                found.append(BatchRange(half, _restore(state)))
-        return found
+        """Returns the second half of each range, to be reached by a restore; [] without states."""
+        halves = [steps[len(steps) // 2 :] for steps, _ in self.ranges]
+        found = [BatchRange(half, self.states[half.start]) for half in halves]
+        return [some for some in found if some.state is not None]
 
 
 def _state(batches: ShardedIterator) -> str | None:
@@ -227,14 +231,6 @@ def _state(batches: ShardedIterator) -> str | None:
         return json.dumps(batches.get_state())
     except StateError:
         return None
-
-
-def _seek(step: int) -> Callable[[ShardedIterator], object]:
-    return lambda batches: batches.seek(step) if step else None
-
-
-def _restore(state: str) -> Callable[[ShardedIterator], object]:
-    return lambda batches: batches.set_state(json.loads(state))
 
 
 def _windows(num_batches: int | None, most: int) -> list[range]:
@@ -295,11 +291,11 @@ class Comparison:
 
     def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange]) -> None:
         """Reads ranges of batches, and compares them."""
-        self.wanted = sum(len(steps) for steps, _ in ranges)
+        self.wanted = sum(len(some.steps) for some in ranges)
         with iter(ds) as batches:
-            for steps, go in ranges:
-                go(batches)
-                for step in steps:
+            for some in ranges:
+                some.go(batches)
+                for step in some.steps:
                     batch: Any = next(batches, None)
                     leaves = None if batch is None else leaves_of(batch)
                     del batch  # or the devices would hold one batch more than the user allows
