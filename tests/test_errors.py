@@ -137,7 +137,7 @@ AT_BUILD = {
         lambda: numbered(8, 8).shard_to({"data": 8}),
         'pass a Mesh, such as jax.make_mesh((8,), ("data",)), a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.',
     ),
-    "DataParallel is of Keras, and not a mesh of JAX.": (
+    "DataParallel is a Keras object, not a JAX mesh.": (
         lambda: numbered(8, 8).shard_to(DataParallel()),
         lambda: numbered(8, 8).shard_to(DataParallel(), P("batch")),
         "pass keras.distribution.distribution().device_mesh.backend_mesh, the mesh that Keras uses.",

@@ -59,10 +59,8 @@ class Assembler:
     Args:
         shardings: Shardings of the leaves.
         layout: The rows of the global batch that this host holds.
-        is_padding: Function that takes a host batch, and returns True if all its rows are padding.
-            If it is given, `digest` is made from the first batch, so that hosts can compare their
-            digests. A batch of padding gets no digest, because it is the same on all hosts. None
-            for no digest.
+        is_padding: Returns True if all rows of a host batch are padding. Such a batch gets no
+            `digest`, because it is the same on all hosts. None for no digest at all.
         host_batch_sizes: Every allowed number of rows of a host batch. () allows only the number of
             the first batch.
         to_devices: False checks the batches, and leaves them on the host as NumPy arrays.
@@ -80,18 +78,17 @@ class Assembler:
         self._shardings, self._layout, self._to_devices = shardings, layout, to_devices
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
-        # A digest of this host's first batch. It is "" before that batch, without `is_padding`, and
-        # if all rows of the batch are padding.
+        # A digest of this host's first batch, which hosts compare. It is "" before that batch,
+        # without `is_padding`, and if all rows of the batch are padding.
         self.digest = ""
         # The tree structure and the leaves of the first batch.
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
-        # The leaves by the number of rows in a host batch. So the shapes of the leaves are computed
-        # only once. With batches of twenty leaves, to compute them for each batch would take 5 %
-        # more time.
+        # The leaves by the number of rows in a host batch. Computing the shapes of twenty leaves
+        # anew for each batch would take 5 % longer.
         self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
-    @jax.transfer_guard_host_to_device("allow")  # to place a batch is an explicit transfer
+    @jax.transfer_guard_host_to_device("allow")  # placing a batch is an explicit transfer
     def __call__(self, batch: Batch) -> Batch:
         """Returns the global batch that this host's batch is a part of.
 
@@ -146,17 +143,24 @@ class Assembler:
         return structure.unflatten(map(on_devices, on_host, self._leaves, shardings))
 
     def _put(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
+        """Returns the global array of a leaf, given this host's rows of it.
+
+        Text, and every leaf if `to_devices` is False, is returned as it is.
+        """
         if leaf.sharding is None:
             return rows
-        layout, global_shape, shard = self._layout, leaf.global_shape, rows.__getitem__
+        layout, global_shape = self._layout, leaf.global_shape
         check_held(
             leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
         )
         if not self._to_devices:
             return rows
+        # JAX asks for each shard by its slices in the global array. They are also its slices in
+        # `rows` if this host holds the whole batch.
+        read_shard = rows.__getitem__
         if global_shape and len(layout.shards) < layout.divisor:
-            shard = lambda index: rows[self._host_index(index, global_shape)]  # noqa: E731
-        return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
+            read_shard = lambda index: rows[self._host_index(index, global_shape)]  # noqa: E731
+        return jax.make_array_from_callback(global_shape, leaf.sharding, read_shard)
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Returns the slices of this host's array that hold one shard of the global array.
@@ -172,7 +176,7 @@ class Assembler:
     def _learn(self, batch: Batch) -> Batch:
         """Stores the structure, the leaves and the digest of the first batch.
 
-        The leaves are stored for each possible number of rows.
+        `_leaves_by_rows` gets the leaves for each number of rows that a host batch may have.
 
         Returns:
             The batch as numpy arrays.
@@ -208,7 +212,7 @@ class Assembler:
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays)
         if text := [leaf.path for leaf in leaves if leaf.sharding is None]:
-            # Once, not for each epoch. Without this line, the first sign is an error of jax.jit.
+            # Logged once, not in each epoch. Otherwise an error of jax.jit would be the first sign.
             logging.log_first_n(
                 logging.WARNING,
                 "grain_shard: %s holds text, which stays on the host as a NumPy array of this"
@@ -232,18 +236,21 @@ class Assembler:
         }
 
     def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
-        flat = FlatBatch.of(batch)
-        path = min({leaf.path for leaf in leaves} ^ set(flat.paths), default=None)
-        problem, unlike = "the batch has another tree structure than the first batch.", None
+        """Raises the error for a batch whose structure, or a leaf, differs from the first batch."""
+        flat, changed = FlatBatch.of(batch), None
         if flat.structure == self._structure:
             pairs = zip(leaves, flat.arrays, strict=True)
-            leaf, unlike = next(pair for pair in pairs if not pair[0].fits(pair[1]))
+            leaf, changed = next(pair for pair in pairs if not pair[0].fits(pair[1]))
             path, before = leaf.path, describe_leaf(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
             problem = f"the leaf was {before} in the first batch of this host, and has changed."
+        else:
+            only_in_one = {leaf.path for leaf in leaves} ^ set(flat.paths)
+            path = min(only_in_one, default=None)
+            problem = "the batch has another tree structure than the first batch."
         raise ShardingError(
             problem,
             path=path,
-            leaf=None if unlike is None else describe_leaf(unlike),
+            leaf=None if changed is None else describe_leaf(changed),
             mesh_axes=self.mesh_axes,
             remedy="give all batches the same tree, and each leaf the same shape and dtype in every"
             " batch, so that a training step compiles once.",

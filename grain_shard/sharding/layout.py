@@ -33,8 +33,8 @@ class BatchLayout:
         shards: Indices of the shards that this host holds, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         num_hosts: Number of hosts that have a device in the mesh.
-        shards_of_all_hosts: Sum, over all hosts, of the number of shards that a host holds. It is
-            equal to `divisor` if every row is on exactly one host. 0 means unknown.
+        shards_of_all_hosts: Number of shards that each host holds, summed over all hosts. The sum
+            is `divisor` if every row is on exactly one host. 0 means unknown.
     """
 
     divisor: int
@@ -62,10 +62,11 @@ class BatchLayout:
         """
         cuts = [_shards_of_devices(sharding) for sharding in shardings]
         divisor = math.lcm(*(count for _, _, count in cuts))
-        held: dict[int, set[int]] = {}
+        held: dict[int, set[int]] = {}  # the shards of the layout that each host holds
         for devices, of_devices, count in cuts:
             width = divisor // count  # one shard of this leaf is `width` shards of the layout
             hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
+            # Several devices of a host may hold the same shard. `np.unique` leaves one such pair.
             for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
                 held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
         mesh_axes, of_all = mesh_axes_of(shardings), sum(map(len, held.values()))
@@ -110,13 +111,15 @@ class BatchLayout:
     def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
         """Returns this host's rows of a batch as (start, stop) ranges, ascending and disjoint.
 
-        Neighbouring shards are joined to one range. `divisor` must divide `global_batch_size`.
+        Neighbouring shards are joined into one range. `divisor` must divide `global_batch_size`.
         """
         size = global_batch_size // self.divisor
         found: list[tuple[int, int]] = []
         for shard in self.shards:
-            start = found.pop()[0] if found and found[-1][1] == shard * size else shard * size
-            found.append((start, (shard + 1) * size))
+            start, stop = shard * size, (shard + 1) * size
+            if found and found[-1][1] == start:
+                start, _ = found.pop()
+            found.append((start, stop))
         return found
 
     def host_row(self, row: int, num_rows: int) -> int:
@@ -130,7 +133,7 @@ class BatchLayout:
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
-        """Returns the rows of a global batch of which this host holds `host_batch_size` rows."""
+        """Returns the size of the global batch in which this host holds `host_batch_size` rows."""
         return host_batch_size // len(self.shards) * self.divisor
 
 
@@ -158,9 +161,8 @@ def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
 def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
     """Returns the devices, the index of each device's shard of dim 0, and the number of shards.
 
-    The indices are int64[number of devices]. They are computed from the mesh, which is fast.
-    `Sharding.devices_indices_map` gives the same, but is slow: it builds a slice for each of the
-    thousands of devices of a pod. A test compares the results of both ways.
+    The indices are int64[number of devices]. `Sharding.devices_indices_map` gives the same ones,
+    but slowly: it builds a slice for each of a pod's thousands of devices. A test compares both.
     """
     if not isinstance(sharding, NamedSharding):
         devices = list(sharding.device_set)

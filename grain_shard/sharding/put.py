@@ -18,7 +18,7 @@ from grain_shard.sharding.specs import check_fits, check_held, fitted
 from grain_shard.trees import as_arrays, flatten, is_text
 
 
-@jax.transfer_guard("allow")  # to put a tree is an explicit transfer
+@jax.transfer_guard("allow")  # putting a tree is an explicit transfer
 def put_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
     """Puts every leaf of a tree on the devices of its sharding.
 
@@ -32,9 +32,9 @@ def put_tree(data: Any, target: ShardingTree, *, in_background: bool = False) ->
         The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: A leaf does not fit its sharding, or has a dtype, or integers, that no device
-            can hold. Or this process has no device in a sharding. Or a leaf that spans processes
-            cannot be moved to its sharding.
+        ShardingError: A leaf does not fit its sharding; has a dtype or integers that no device can
+            hold; or spans processes and cannot be moved to its sharding. Or this process has no
+            device in a sharding.
     """
     require_local(target)
     paths, leaves, structure = flatten(data)
@@ -61,8 +61,8 @@ def put_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray
         A global `jax.Array` with the leaf's shape; for text, a numpy array.
 
     Raises:
-        ShardingError: The leaf does not fit its sharding. Or it has a dtype, or integers, that no
-            device can hold. Or it spans processes and cannot be moved to its sharding.
+        ShardingError: The leaf does not fit its sharding; has a dtype or integers that no device
+            can hold; or spans processes and cannot be moved to its sharding.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else fitted(sharding, array.ndim)
@@ -102,11 +102,10 @@ def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
 
 
 def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
-    """Puts an array on devices by its sharding; with None the array stays on the host, unchanged.
+    """Puts an array on the devices of a sharding. With None the array stays on the host, unchanged.
 
-    The spec of the sharding must not be longer than the array's rank. On the CPU backend numpy
-    input is copied, so a loader may reuse its buffer. A `jax.Array` that already has this sharding
-    may be returned unchanged.
+    The spec of the sharding must not be longer than the array's rank. NumPy input may be written to
+    afterwards. A `jax.Array` that already has this sharding may be returned unchanged.
     """
     if sharding is None:
         return array
@@ -114,8 +113,8 @@ def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) 
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)
-        # device_put onto devices of this process is no collective. device_put of a global array
-        # runs collectives, which is right here, because all processes run them in the same order.
+        # device_put onto devices of this process runs no collective. device_put of a global array
+        # runs collectives, which is safe here, because all processes run them in the same order.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -123,15 +122,16 @@ def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) 
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
     check_held(path, host_array)
-    # The CPU backend may use aligned host memory without a copy. The owner of the memory may write
-    # to it later, so each shard is copied.
+    # The CPU backend may use aligned host memory without a copy, and a loader may write to its
+    # memory later. So each shard is copied there.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
-    # device_put is not used here. Across processes it is a collective that compares the values.
+    # Not device_put, which across processes runs a collective to compare the values.
     return jax.make_array_from_callback(host_array.shape, sharding, shard)
 
 
 def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: bool) -> None:
+    """Raises an error if an array that spans processes cannot be moved to the sharding `to`."""
     if array.sharding.is_equivalent_to(to, array.ndim):
         return
     if to.is_fully_addressable:
@@ -141,8 +141,10 @@ def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: b
             " its .addressable_shards, the part that this process holds."
         )
     elif in_background:
-        problem = "the array spans processes, so only a collective can move it. A background thread"
-        problem += " must not run collectives"
+        problem = (
+            "the array spans processes, so only a collective can move it. A background thread must"
+            " not run collectives"
+        )
         remedy = (
             "let the source yield NumPy arrays. Or call grain_shard.placement.distribute_batch in"
             " the training loop."

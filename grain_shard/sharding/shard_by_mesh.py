@@ -13,9 +13,9 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 class ShardByMesh(grain.sharding.ShardOptions):
     """The slice of a source for this host, in place of `grain.sharding.ShardByJaxProcess`.
 
-    A slice is a part of the source's records. Hosts hold the same rows if a model or sequence axis
-    spans them. Such hosts get the same slice. `ShardByJaxProcess` goes by process index: it would
-    give such hosts different slices, and the model would train on wrong data.
+    A slice is a part of the source's records. If a model or sequence axis spans several hosts, they
+    hold the same rows and get the same slice. `ShardByJaxProcess` would give each of these hosts a
+    slice of its own, by process index, and the model would train on wrong data.
 
     Example:
         >>> import jax
@@ -24,9 +24,9 @@ class ShardByMesh(grain.sharding.ShardOptions):
         (0, 1)
 
     Args:
-        mesh_or_sharding: The argument that `shard_to` gets: a `Mesh`, a `Sharding`, a device, or a
-            tree prefix of shardings. None takes the mesh of `jax.set_mesh`.
-        spec: The argument that `shard_to` gets: a `PartitionSpec` or a tree prefix of them.
+        mesh_or_sharding: As for `shard_to`: a `Mesh`, a `Sharding`, a device, or a tree prefix of
+            shardings. None takes the mesh of `jax.set_mesh`.
+        spec: As for `shard_to`: a `PartitionSpec` or a tree prefix of them.
         drop_remainder: True drops the last records of the source, so that every slice has the same
             number of records.
 

@@ -68,9 +68,9 @@ class ShardingTree:
                 sharded over the mesh's axis "data", or over its only axis.
 
         Raises:
-            ShardingError: The spec names an axis that the mesh does not have. Or no spec is given,
-                and the mesh has several axes, none of them "data". Or no mesh is given or set. Or
-                both a sharding and a spec are given. Or there is no sharding at all.
+            ShardingError: The spec names an axis that the mesh does not have; no spec is given, and
+                the mesh has several axes, none of them "data"; no mesh is given or set; both a
+                sharding and a spec are given; or there is no sharding at all.
         """
         given = jax.tree.leaves(mesh_or_sharding)
         if isinstance(mesh_or_sharding, list) and isinstance(next(iter(given), None), jax.Device):
@@ -78,9 +78,10 @@ class ShardingTree:
                 "a list of devices has no mesh axis along which rows could be split.",
                 remedy=f'pass jax.make_mesh(({len(given)},), ("data",), devices=devices).',
             )
+        # A `DeviceMesh` of Keras has a `backend_mesh`, and its distributions have a `device_mesh`.
         if hasattr(getattr(mesh_or_sharding, "device_mesh", mesh_or_sharding), "backend_mesh"):
             raise ShardingError(
-                f"{type(mesh_or_sharding).__name__} is of Keras, and not a mesh of JAX.",
+                f"{type(mesh_or_sharding).__name__} is a Keras object, not a JAX mesh.",
                 remedy="pass keras.distribution.distribution().device_mesh.backend_mesh, the mesh"
                 " that Keras uses.",
             )
@@ -88,17 +89,18 @@ class ShardingTree:
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
             mesh_or_sharding = mesh_in_use()
-        prefix, resolve = mesh_or_sharding, as_sharding
         if isinstance(mesh_or_sharding, Mesh):
             prefix = default_spec(mesh_or_sharding) if spec is None else spec
-            resolve = partial(named_sharding, mesh_or_sharding)
-        elif spec is not None:
+            to_sharding = partial(named_sharding, mesh_or_sharding)
+        elif spec is None:
+            prefix, to_sharding = mesh_or_sharding, as_sharding
+        else:
             raise ShardingError(
                 "a spec is given together with a sharding, which already has a spec.",
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding without a spec.",
             )
-        tree = cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None))
+        tree = cls(jax.tree.map(to_sharding, prefix, is_leaf=lambda leaf: leaf is None))
         if not tree.shardings():
             raise ShardingError(
                 f"{prefix!r} holds no sharding for any leaf of a batch.",
@@ -169,8 +171,8 @@ class ShardingTree:
         """
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
-        first = max(self.named(), key=num_shards, default=self.shardings()[0])
-        return replace(self, prefix={**self.prefix, key: fitted(first, 1)})
+        finest = max(self.named(), key=num_shards, default=self.shardings()[0])
+        return replace(self, prefix={**self.prefix, key: fitted(finest, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
         """Returns the sharding of each leaf of a batch, in the order of `jax.tree.leaves`.
@@ -186,9 +188,12 @@ class ShardingTree:
         """
         prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=is_empty)[0])
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        # For each leaf of the batch, the key path of its sharding in the prefix.
-        unused = [h for h in prefix if not any(keys[: len(h)] == h for keys, _ in leaves)]
+        # A None in the batch is not a leaf, but a spec for it is not a mistake.
+        nodes = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_empty)[0]
+        unused = [h for h in prefix if not any(keys[: len(h)] == h for keys, _ in nodes)]
+        # The key path in `prefix` of each leaf's sharding, which is a start of the leaf's key path.
         heads = [self._head(prefix, keys, leaf, unused) for keys, leaf in leaves]
+        # A sharding must fit one of its leaves. It is trimmed to the rank of the others.
         fitting = {
             head
             for head, (_, leaf) in zip(heads, leaves, strict=True)
@@ -205,18 +210,13 @@ class ShardingTree:
                     mesh_axes=self.mesh_axes,
                     remedy=f"shorten the spec to length {rank}. The first entry is for the rows.",
                 )
-        # A None in the batch is a tree without leaves. A spec for it is not a mistake.
-        with_empty = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_empty)[0]
-        empty = [keys for keys, node in with_empty if is_empty(node)]
-        used = {*heads, *(head for keys in empty for head in prefix if keys[: len(head)] == head)}
-        for head in prefix:
-            if head not in used:
-                raise ShardingError(
-                    "the tree of specs names a leaf that the batch does not have.",
-                    path=path_of(head),
-                    mesh_axes=self.mesh_axes,
-                    remedy="remove this leaf from the specs, or correct its name.",
-                )
+        if unused:
+            raise ShardingError(
+                "the tree of specs names a leaf that the batch does not have.",
+                path=path_of(unused[0]),
+                mesh_axes=self.mesh_axes,
+                remedy="remove this leaf from the specs, or correct its name.",
+            )
         return [
             None if is_text(leaf) else fitted(prefix[head], leaf.ndim)
             for head, (_, leaf) in zip(heads, leaves, strict=True)
@@ -231,7 +231,7 @@ class ShardingTree:
     ) -> KeyPath:
         """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.
 
-        An error also names the entries of `prefix` that are `unused`, which may be misspelt.
+        The error also names the `unused` entries of `prefix`, because one of them may be misspelt.
 
         Raises:
             ShardingError: No start of the leaf's key path is in `prefix`.
@@ -239,17 +239,16 @@ class ShardingTree:
         for depth in range(len(keys) + 1):
             if not is_empty(prefix.get(keys[:depth])):
                 return keys[:depth]
-        problem = "the leaf has no spec."
-        remedy = "add this leaf to the specs."
-        if unused:
-            names = ", ".join(map(path_of, unused))
-            remedy = f"add this leaf to the specs. The batch does not have {names}."
-            by_name = {_name(head): path_of(head) for head in unused}
-            if similar := difflib.get_close_matches(_name(keys), by_name, n=1):
-                remedy = f"in the specs, rename {by_name[similar[0]]} to {path_of(keys)}."
+        problem, by_name = "the leaf has no spec.", {_name(head): path_of(head) for head in unused}
         if any(head[: len(keys)] == keys for head in prefix):
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."
+        elif similar := difflib.get_close_matches(_name(keys), by_name, n=1):
+            remedy = f"in the specs, rename {by_name[similar[0]]} to {path_of(keys)}."
+        else:
+            remedy = "add this leaf to the specs."
+            if unused:
+                remedy += f" The batch does not have {', '.join(map(path_of, unused))}."
         raise ShardingError(
             problem,
             path=path_of(keys),

@@ -57,8 +57,8 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
     Args:
         path: Path of the leaf.
         array: The leaf on the host, of any dtype.
-        name_row: Function that takes the index of a row in `array`, and returns the index of this
-            row in the global batch, for the message.
+        name_row: Takes the index of a row in `array`, and returns the row's index in the global
+            batch, for the message.
 
     Raises:
         ShardingError: A number does not fit into the dtype on the devices.
@@ -68,6 +68,7 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
         return
     held = jax.dtypes.canonicalize_dtype(array.dtype)
     limits = np.iinfo(held) if kind in "iu" else np.finfo(held)
+    # Complex numbers have no order, so only the slower comparison below finds those that are lost.
     if kind != "c" and limits.min <= array.min() and array.max() <= limits.max:
         return
     if kind in "iu":
@@ -148,17 +149,20 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
         )
     names = [name for entry in spec for name in batch_axes(PartitionSpec(entry))]
     for name in names:
-        if name not in mesh.axis_names or names.count(name) > 1:
-            wrong, remedy = " twice", "use each mesh axis at most once in the spec."
-            if name not in mesh.axis_names:
-                wrong = ", which does not exist"
-                its_axes = ", ".join(map(repr, mesh.axis_names))
-                remedy = f"name an axis of the mesh ({its_axes}), or leave {name!r} out."
+        if name not in mesh.axis_names:
             raise ShardingError(
-                f"the spec names the mesh axis {name!r}{wrong}.",
+                f"the spec names the mesh axis {name!r}, which does not exist.",
                 spec=spec,
                 mesh_axes=axes,
-                remedy=remedy,
+                remedy=f"name an axis of the mesh ({', '.join(map(repr, mesh.axis_names))}), or"
+                f" leave {name!r} out.",
+            )
+        if names.count(name) > 1:
+            raise ShardingError(
+                f"the spec names the mesh axis {name!r} twice.",
+                spec=spec,
+                mesh_axes=axes,
+                remedy="use each mesh axis at most once in the spec.",
             )
     return NamedSharding(mesh, spec)
 
@@ -190,17 +194,12 @@ def spec_rank(sharding: Sharding) -> int:
 
 
 def num_shards(sharding: NamedSharding) -> int:
-    """Returns the number of shards that dim 0 is cut into; 1 if it is not sharded."""
+    """Returns the number of shards into which dim 0 is cut; 1 if it is not sharded."""
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
 def fitted(sharding: Sharding, rank: int) -> Sharding:
-    """Returns the sharding of a leaf, whose spec has no more entries than the leaf has dims.
-
-    Args:
-        sharding: A sharding of any kind. One without a spec is returned unchanged.
-        rank: Number of dims of the leaf.
-    """
+    """Returns a sharding with its spec cut to the rank of a leaf; unchanged if it has no spec."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = PartitionSpec(*sharding.spec[:rank])
