@@ -35,16 +35,16 @@ def _most_open() -> int:
     return sys.maxsize if most == resource.RLIM_INFINITY else most // 2
 
 
-# The open files of each source of this process, as caches from paths to readers. The list has weak
-# references, which leave it when their caches are gone.
+# The caches of open readers, one for each source of this process. A weak reference leaves the list
+# when its source is gone.
 _open_files: list[weakref.ref[Any]] = []
-# A file in the page cache answers in some 10 us, and a thread costs more than that. So threads read
-# files only after the first few files have taken this long together, in seconds.
+# In seconds. Threads read files only once the first few files have taken this long together. A file
+# in the page cache answers in about 10 us, which is less than a thread costs.
 _PATIENCE_S = 5e-3
 
-# array_record raises a RuntimeError or a ValueError for every failure. The text of the error has
-# the answer of the bucket or of the operating system. So a transient error is recognized by its
-# text: by a status of the bucket, or by the system's text for one of these error codes.
+# array_record raises a RuntimeError or a ValueError for every failure. Only the text of the error
+# shows that it is transient: by the status from a bucket, or by the operating system's text for one
+# of these error codes.
 _PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
 _MAY_HEAL = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
@@ -67,15 +67,15 @@ class RecordLocation(NamedTuple):
 class ArrayRecordSource:
     """The records of ArrayRecord files by index, read many at a time.
 
-    For the rows of a batch, the reader of each file is called once. Grain asks a source for several
-    records by the method ``_getitems``, which this source has. Grain's own `ArrayRecordDataSource`
-    has only ``__getitems__``, which Grain does not call.
+    The records of a batch are read with one call per file, because this source has the method
+    ``_getitems``, by which Grain asks for several records. Grain's own `ArrayRecordDataSource` has
+    only ``__getitems__``, which Grain does not call.
 
     Slow files, such as those of a mounted bucket, are read in threads. Files stay open for later
     reads, because opening a file takes several round trips on a mounted bucket. All sources
-    together keep at most about half of the files open that the process may open (``ulimit -n``).
-    Beyond that, files are closed, and opened again when they are needed. Fork before a source is
-    made: array_record may crash in a process that is forked later.
+    together keep open at most about half as many files as the process may open (``ulimit -n``).
+    Beyond that, files are closed, and opened again when they are needed. Fork before you make a
+    source: array_record may crash in a process that is forked later.
 
     Example:
         >>> import tempfile
@@ -93,13 +93,13 @@ class ArrayRecordSource:
     Args:
         paths: A path, or several paths in a list. A path is a file; a pattern, e.g.
             ``"data/**/img-*"``; a folder, for the files in it with "array_record" or "arrayrecord"
-            in their names; one of these and a range of records of each file, e.g.
+            in their names; one of these with a range of records of each file, e.g.
             ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; or the URL of one
             object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a
             folder are sorted. Several paths keep the given order. ``~`` is the home folder. A
-            relative path is one of the folder that is current when the source is made. array_record
-            itself reads the object of a URL, with this host's credentials. Any other bucket must be
-            mounted.
+            relative path starts from the folder that is current when the source is made.
+            array_record itself reads the object of a URL, with this host's credentials. Any other
+            bucket must be mounted.
         reader_options: Options of each reader, e.g. ``{"index_storage_option": "in_memory"}``.
 
     Raises:
@@ -123,6 +123,7 @@ class ArrayRecordSource:
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
         self._ranges = list(itertools.chain(*_in_threads(_ranges_of, given)))
+        # Sorted, so that ranges of one file that overlap are neighbours.
         ranges = sorted(
             (os.path.normpath(path), start, math.inf if stop is None else stop, path)
             for path, start, stop in self._ranges
@@ -172,26 +173,31 @@ class ArrayRecordSource:
         return self._read(path, [position])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
+        """Returns the records at the given indices, in their order. Grain calls this method.
+
+        The indices are grouped by the range that has the record. Each group is read in one call.
+        """
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
             self.where(index)  # the index is out of range, so this raises the IndexError
-        numbers = np.searchsorted(self._ends, wanted, side="right")
-        by_range = np.argsort(numbers, kind="stable")
-        borders = np.flatnonzero(np.diff(numbers[by_range])) + 1
-        of_files = np.split(by_range, borders) if len(wanted) else []
-        files, positions = [], []
-        for slots in of_files:
-            number = numbers[slots[0]]
-            files.append(self._ranges[number].path)
+        range_of = np.searchsorted(self._ends, wanted, side="right")
+        by_range = np.argsort(range_of, kind="stable")
+        borders = np.flatnonzero(np.diff(range_of[by_range])) + 1
+        # A group has the slots of its records: their places in `indices` and among the results.
+        groups = np.split(by_range, borders) if len(wanted) else []
+        paths, positions = [], []
+        for slots in groups:
+            number = range_of[slots[0]]
+            paths.append(self._ranges[number].path)
             positions.append((wanted[slots] + self._shifts[number]).tolist())
         records = [b""] * len(indices)
-        of_files_found = _in_threads(self._read, files, positions)
-        for slots, found in zip(of_files, of_files_found, strict=True):
+        for slots, found in zip(groups, _in_threads(self._read, paths, positions), strict=True):
             for slot, record in zip(slots.tolist(), found, strict=True):
                 records[slot] = record
         return records
 
     def _read(self, path: str, positions: list[int]) -> Sequence[bytes]:
+        """Reads records of one file in one call. A transient error becomes an `OSError`."""
         try:
             return self._reader(path).read(positions)
         except (RuntimeError, ValueError) as error:
@@ -210,8 +216,8 @@ class ArrayRecordSource:
 
         A reader that the cache drops may still be in use.
         """
-        # The cache has no lock while a file is opened, so that no thread waits for another one. Two
-        # threads that ask for the same file at once may both open it. One reader is then dropped.
+        # No lock is held while a file is opened, so that no thread waits for another one. If two
+        # threads open the same file at once, the cache drops one of the readers.
         readers = functools.lru_cache(_most_open())(functools.partial(_opened, self._options))
         _open_files.append(weakref.ref(readers, _open_files.remove))
         return readers
@@ -237,6 +243,7 @@ class _FileRange(NamedTuple):
 
 
 def _ranges_of(given: PathOrInstruction) -> list[_FileRange]:
+    """Returns the files of one entry of `paths`, with the range of records to read from each."""
     start, stop = 0, None
     if isinstance(given, FileInstruction):
         files, start, stop = [os.fspath(given.filename)], given.skip, given.skip + given.take
@@ -265,14 +272,9 @@ def _ranges_of(given: PathOrInstruction) -> list[_FileRange]:
 
 
 def _opened(options: str, path: str) -> Any:
-    """Opens a file.
-
-    Args:
-        options: The options of the reader.
-        path: The file.
-    """
+    """Returns the reader of a file. If too many files are open, all caches close theirs first."""
     caches = [cache for ref in _open_files.copy() if (cache := ref())]
-    # A single cache closes the least recently read file itself.
+    # A cache by itself closes its least recently read file, but knows nothing of other caches.
     if sum(cache.cache_info().currsize for cache in caches) > _most_open():
         for cache in caches:
             cache.cache_clear()
@@ -282,8 +284,9 @@ def _opened(options: str, path: str) -> Any:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Returns the threads that open and read files, for all sources of this process."""
-    # On a mount with a latency of 20 ms, 64 threads read fewer records per second, 256 no more. A
-    # thread may read a file that the cache has dropped, so that still more files are open.
+    # On a mount with a latency of 20 ms, 64 threads read fewer records per second than 128, and 256
+    # threads no more. A thread may still read a file that the cache has dropped, so there are fewer
+    # threads than files that may stay open.
     return ThreadPoolExecutor(min(128, _most_open() // 2), "array-record-files")
 
 
@@ -292,12 +295,10 @@ os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[_T]:
-    """Returns the results of calls, in order. If the first calls are slow, threads make the others.
+    """Returns the results of ``map(function, *arguments)``; threads help if the first are slow.
 
-    Args:
-        function: The function. It must not call `_in_threads`: threads that wait for free threads
-            could wait for each other.
-        *arguments: The arguments of the calls, as for `map`.
+    `function` must not call `_in_threads`: threads that wait for free threads could wait for each
+    other.
     """
     until = time.perf_counter() + _PATIENCE_S
     remaining = zip(*arguments, strict=True)
@@ -306,7 +307,8 @@ def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[
         results.append(function(*call))
         if time.perf_counter() > until:
             break
-    if not (calls := list(remaining)):
+    calls = list(remaining)
+    if not calls:
         return results
     try:
         others = _threads().map(lambda call: function(*call), calls)

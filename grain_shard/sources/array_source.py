@@ -20,11 +20,10 @@ from grain_shard.trees import check_leaf, flatten
 class ArraySource:
     """A source whose records are the rows of a tree of arrays.
 
-    If a pipeline only chooses and orders records before it batches them, NumPy gathers the rows
-    straight into the batch, and no Python code runs for a record. ``.shuffle``, ``.slice``,
-    ``.repeat``, mixing and concatenating choose and order records, and ``.batch`` or a
-    `BatchSchedule` batches them. With a ``.map`` before the batch, records are read one by one, and
-    each record is a copy.
+    If a pipeline only chooses and orders records before it batches them, by ``.shuffle``,
+    ``.slice``, ``.repeat``, mixing or concatenating, NumPy gathers the rows straight into the
+    batch, and no Python code runs for a single record. With a ``.map`` before the batch, records
+    are read one by one, and each record is a copy.
 
     Example:
         >>> source = ArraySource({"image": np.zeros((6, 2, 2)), "label": np.arange(6)})
@@ -35,8 +34,8 @@ class ArraySource:
         arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, or other
             objects with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py.
             The arrays and their files must not change while they are read. Worker processes and
-            executors map the file of a memory map again, open the file of a dataset of h5py again,
-            and get copies of other arrays.
+            executors open the files of memory maps and of h5py datasets again, and get copies of
+            other arrays.
 
     Raises:
         ShardingError: A leaf is not an array, is a masked array, a matrix or a table, has no axis,
@@ -59,14 +58,13 @@ class ArraySource:
                     leaf=describe_leaf(array),
                     remedy="give all arrays the same number of rows: one row per record.",
                 )
-
-        # NumPy's arrays, from which a batch gathers its rows itself; None if there are others.
+        # A batch gathers rows itself from NumPy arrays; None if there are other arrays.
         in_memory = all(isinstance(array, np.ndarray) for array in self._arrays)
         self._columns = Columns(self._arrays, self._structure) if in_memory else None
 
     def __init_subclass__(cls) -> None:
-        # Batches are gathered from the arrays, and a worker process makes an `ArraySource` again.
-        # So an overridden method would count at times, and at times not.
+        # An overridden method would count only sometimes: a batch may be gathered from the arrays
+        # without it, and a worker process makes an `ArraySource` again.
         raise TypeError(
             f"{cls.__name__} cannot be a subclass of ArraySource. remedy: change the records by"
             " .map, or write a source that holds an ArraySource and has __len__ and __getitem__."
@@ -81,14 +79,13 @@ class ArraySource:
             raise IndexError(f"there is no record {record}: the source has {len(self)} records")
         return self._getitems([record])[0]
 
-    @takes_array  # to make an array of a list of 256 indices would take 10 us
+    @takes_array  # turning a list of 256 indices into an array would take 10 us
     def _getitems(self, indices: Sequence[int] | np.ndarray) -> ArrayRows:
         wanted = np.asarray(indices, np.int64)
         if self._columns is not None:
             return ArrayRows.of(self._columns, wanted)
-        # Rows of zarr and h5py are read here and not later, when the batch is made, because a read
-        # may fail, and only reads in this method are tried again. HDF5 takes only ascending
-        # indices.
+        # Rows of zarr and h5py are read here, not when the batch is made, because a read may fail,
+        # and only reads in this method are tried again. HDF5 takes only ascending indices.
         wanted, positions = np.unique(wanted, return_inverse=True)
         arrays = [np.asarray(array[wanted]) for array in self._arrays]
         return ArrayRows.of(Columns(arrays, self._structure), positions)
@@ -106,6 +103,11 @@ class ArraySource:
 
 
 def _checked(path: str, array: Any) -> Any:
+    """Returns an array of the user whose item i is record i, as a plain array if it is NumPy's.
+
+    Raises:
+        ShardingError: The leaf is not such an array.
+    """
     problem = None
     try:
         if isinstance(array, jax.Array):
@@ -132,16 +134,12 @@ def _checked(path: str, array: Any) -> Any:
             remedy="pass an array of shape [num_records, ...], made by np.asarray for example. Call"
             " .filled(0) on a masked array, and pass its mask as another leaf.",
         )
-    # A subclass of `numpy.ndarray` may give other rows than an array, and a memory map's is slow.
+    # A subclass of `numpy.ndarray` may give other rows, and `numpy.memmap` gives them slowly.
     return array.view(np.ndarray) if isinstance(array, np.ndarray) else array
 
 
 def _opened(sent: Any) -> ArraySource:
-    """Returns an `ArraySource` in another process.
-
-    Args:
-        sent: The tree of arrays, with the result of `to_pickle` in place of each.
-    """
+    """Returns an `ArraySource` in another process, from the results of `to_pickle`."""
     return ArraySource(
         jax.tree.map(lambda leaf: leaf() if isinstance(leaf, functools.partial) else leaf, sent)
     )

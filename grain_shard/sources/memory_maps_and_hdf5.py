@@ -12,7 +12,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 
-# The driver of HDF5 for a file on a disk. With any other one, the path need not lead to the data.
+# HDF5's driver for a file on a disk. With any other driver, the path may not lead to the data.
 _ON_DISK = "sec2"
 
 
@@ -37,13 +37,14 @@ def to_pickle(leaf: str, array: Any) -> Any:
 
 
 def _of_map(array: np.ndarray) -> Any:
-    """Returns how another process maps a view of a memory map; the array if that has to be copied.
+    """Returns a function that maps the array's file again, or the array itself to send it whole.
 
-    It has to be copied if it is not a view of a file, if it can have changes that are not in the
-    file (copy on write), or if it is not known where in the file it begins.
+    An array is sent whole if it is not a view of a file, if it can have changes that are not in the
+    file (copy on write), or if its place in the file is unknown.
     """
-    # The array itself may be of any type, and may have the offset of another view. So its start is
-    # measured from the beginning of the map, which all views share.
+    # Follows the bases of the view to the `mmap` that owns the memory. The last `np.memmap` on the
+    # way knows the file. A view's own offset may be that of another view, so the array's place is
+    # measured from the beginning of the `mmap`.
     owner, memmap = array, None
     while owner is not None and not isinstance(owner, mmap.mmap):
         memmap = owner if isinstance(owner, np.memmap) else memmap

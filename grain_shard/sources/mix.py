@@ -19,8 +19,8 @@ def mix(
     """Mixes datasets by weights that change at given records.
 
     This is `grain.MapDataset.mix` with weights that may change. Each dataset is read in its own
-    order, without gaps or repetition, also across a change of weights. Counted since the last
-    change, the number of records of each dataset is always less than one away from its share.
+    order, without gaps or repetition, even across a change of weights. Since the last change, the
+    number of records from each dataset is always less than one away from its share.
 
     Example:
         >>> import grain
@@ -70,7 +70,7 @@ class MixedByRecord(ElementsOfParents):
 
     Args:
         datasets: The datasets to mix.
-        schedule: Computes which dataset each record comes from, and its index in that dataset.
+        schedule: Finds the dataset of each record, and the record's index in that dataset.
     """
 
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):

@@ -12,14 +12,13 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 BUCKET = "gs://"  # the start of the URLs that array_record itself can open
 
-# Patterns for the files of a folder. A folder may hold other files, too, such as a description of
-# the data set.
+# Patterns for the records' files in a folder, which may also hold a description of the data set.
 _NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
 _NAMES_SHOWN = 5
 
 
 def find_files(path: str) -> list[str]:
-    """Returns the files of a path, sorted by name, and so in the same order on every host.
+    """Returns the files of a path, sorted by name, so that every host has the same order.
 
     Args:
         path: A file; a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders); or a folder,
@@ -27,8 +26,8 @@ def find_files(path: str) -> list[str]:
             is returned as it is.
 
     Returns:
-        At least one path. A path without a pattern is returned even if there is no such file, or
-        if it is a link that leads nowhere. Opening it then fails.
+        At least one path. A path without a pattern is returned even if there is no such file.
+        Opening it then fails.
 
     Raises:
         FileNotFoundError: No file matches the pattern, or the folder has no such file.
@@ -100,7 +99,7 @@ def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
         )
     elif not os.path.exists(path):
         return _not_found(path)
-    why = "the file may be incomplete"
+    why = "the file may be incomplete"  # unless closing the reader raises the cause
     try:
         reader.close()
     except RuntimeError as error:

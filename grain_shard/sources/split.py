@@ -38,7 +38,7 @@ def split(source: Any, parts: Sequence[float], seed: int) -> tuple[grain.MapData
 
     Args:
         source: A source with a length and items, or a `grain.MapDataset` of it. Every epoch of a
-            part reads the first epoch of a dataset. So call ``.random_map`` on the parts.
+            part reads the first epoch of this dataset. So call ``.random_map`` on the parts.
         parts: The number of records in each part, as integers; or the fraction of all records in
             each part, as floats. Records that are left over are in no part.
         seed: The seed of the order, from 0 up to 2**32 - 1.
@@ -121,8 +121,8 @@ def warn_of_reshuffled_slice(
     Args:
         ds: The pipeline.
         num_epochs: Number of epochs of the pipeline.
-        num_slices: Number of slices that together hold all records, such as feeds. A slice of this
-            share is not meant.
+        num_slices: Number of slices that together hold all records, such as feeds. Such
+            slices cause no warning.
     """
     if (node := reshuffled_slice(ds, num_epochs > 1, num_slices)) is not None:
         warnings.warn(
@@ -157,14 +157,15 @@ def _sizes(parts: Any, num_records: int) -> list[int]:
     """
     given = list(parts) if isinstance(parts, Sequence | np.ndarray) else []
     if all(isinstance(part, numbers.Integral) for part in given):
-        most, stops = num_records, list(itertools.accumulate(map(int, given)))
-        total = sum(map(int, given))
+        stops = list(itertools.accumulate(map(int, given)))
+        fits = sum(map(int, given)) <= num_records
     else:
-        shares = list(itertools.accumulate(_fractions(given)))
-        most, stops = 1, [round(share * num_records) for share in shares]
-        total = shares[-1] if shares else 0
+        # The borders are rounded, not the sizes, so that parts of all records leave none over.
+        fractions = _fractions(given)
+        stops = [round(share * num_records) for share in itertools.accumulate(fractions)]
+        fits = sum(fractions) <= 1
     sizes = [stop - start for start, stop in itertools.pairwise([0, *stops])]
-    if sizes and min(sizes) > 0 and total <= most:
+    if sizes and min(sizes) > 0 and fits:
         return sizes
     of_records = f", which would have {shortened(sizes)} records" if sizes else ""
     raise ShardingError(
@@ -175,7 +176,7 @@ def _sizes(parts: Any, num_records: int) -> list[int]:
 
 
 def _fractions(given: list[Any]) -> list[Fraction]:
-    """Returns fractions exactly, as 1/3 for 0.3333333333333333; an empty list if one is none."""
+    """Returns numbers as exact fractions, 0.333... as 1/3; an empty list if one is not a number."""
     try:
         return [Fraction(float(x)).limit_denominator(_LARGEST_DENOMINATOR) for x in given]
     except (TypeError, ValueError, OverflowError):

@@ -1,9 +1,9 @@
 """Finds the dataset that each record of a mixture comes from, if the mixture's weights change.
 
 The mixed datasets are called components. While the weights stay the same, the components take turns
-in a repeating pattern. In this pattern each component is always less than one record away from its
-share. So a division and a table lookup find the record at any index. All numbers are integers, so
-rounding errors cannot add up.
+in a repeating pattern, which keeps each component less than one record away from its share. So a
+division and a table lookup find the record at any index. All numbers are integers, so rounding
+errors cannot add up.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ class WeightSchedule:
         return components, records
 
     def length(self, lengths: Sequence[int]) -> int:
-        """Returns the length of the mixture, which ends before a component lacks a record.
+        """Returns the length of the mixture, which ends before the first record that is missing.
 
         Args:
             lengths: The number of records of each component.
         """
 
-        def is_lacking(index: int) -> bool:
-            """Returns whether a component has too few records for the mixture up to an index."""
+        def is_missing(index: int) -> bool:
+            """Returns whether the components lack this record of the mixture, or one before it."""
             section = self._sections[np.searchsorted(self._starts, index, side="right") - 1]
             return any(map(operator.gt, section.records_before(index + 1), lengths))
 
-        return bisect.bisect_left(range(sys.maxsize), True, key=is_lacking)
+        return bisect.bisect_left(range(sys.maxsize), True, key=is_missing)
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,7 @@ class _Section:
     offsets: tuple[int, ...]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the component of each record, and the index of the record in that component.
-
-        Args:
-            indices: int64[n], indices in the mixture, all in this part.
-
-        Returns:
-            int64[n], the number of the component; and int64[n], the index in the component.
-        """
+        """Does what `WeightSchedule.locate` does, for indices that are all in this part."""
         pattern, ranks = _pattern(self.weights)
         rounds, positions = divmod(indices - self.start, len(pattern))
         components = pattern[positions]
@@ -178,7 +171,7 @@ def _in_lowest_terms(start: int, weights: Sequence[Any], num_components: int) ->
     """Returns the weights as integers without a common factor.
 
     Raises:
-        ShardingError: There is not a number of at least 0 for each component, or all are 0.
+        ShardingError: `weights` is not one number of at least 0 per component, or all are 0.
     """
     try:
         exact = [Fraction(str(weight)) for weight in weights]  # 0.7 is 7/10, not the nearest float
@@ -196,6 +189,7 @@ def _in_lowest_terms(start: int, weights: Sequence[Any], num_components: int) ->
     period = math.lcm(*(share.denominator for share in shares))
     if period <= _MAX_PERIOD:
         return tuple(int(share * period) for share in shares)
+    # Rounded, but not to 0: a component with a small weight must keep its turns.
     parts = [max(1, round(share * _MAX_PERIOD)) if share else 0 for share in shares]
     factor = math.gcd(*parts)
     return tuple(part // factor for part in parts)
