@@ -48,7 +48,7 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
     with pytest.raises(ShardingError) as refusal:
         first(build(), rows=rows)
     assert str(refusal.value) == (
-        "batch['label']: no .batch stands in the pipeline, so each record would be split along dim"
+        "batch['label']: the pipeline has no .batch, so each record would be split along dim"
         " 0, like a batch of rows. But this leaf is a scalar, and has no dim 0.\n"
         "  leaf:   int64[]   mesh: data=8\n"
         "  remedy: call .batch(global_batch_size) before .shard_to. If each element is a whole"
@@ -59,7 +59,7 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
 def test_a_state_from_before_the_first_batch_hides_nothing():
     with iter(WITHOUT_BATCH["a stream"]().shard_to(data_mesh(8))) as batches:
         batches.set_state(batches.get_state())
-        with refused("no .batch stands in the pipeline"):
+        with refused("the pipeline has no .batch"):
             next(batches)
 
 
@@ -112,7 +112,7 @@ def test_a_stream_of_ones_own_may_have_a_number_of_the_batch_so_it_only_warns(bu
 
 @pytest.mark.parametrize("make", [image, whole_batch])
 def test_of_arrays_alone_nothing_tells_so_random_access_warns_once(make):
-    with pytest.warns(UserWarning, match=r"no \.batch stands in.*for 16 rows") as warned:
+    with pytest.warns(UserWarning, match=r"the pipeline has no \.batch.*for 16 rows") as warned:
         batch = first(records(make))
     assert len(warned) == 1
     assert batch["image"].shape == (16, 4)

@@ -27,8 +27,8 @@ from grain_shard.reading.stack import RowTemplate
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.trees import Batch, FlatBatch
 
-# Rows that are gathered from arrays need no memory besides the batch. So this many times as many of
-# them are written at a time: 8 MiB. To write 1 MiB at a time would take a tenth longer.
+# Rows gathered from arrays need no memory besides the batch, so this many times as many of them are
+# written at a time: 8 MiB. Writing 1 MiB at a time would take a tenth longer.
 _GATHERED = 8
 
 
@@ -65,7 +65,7 @@ class BatchBuilder:
         self._lock = threading.Lock()
 
     def write(self, elements: Elements | None, start: int, stop: int) -> bool:
-        """Writes records to the batch: reads them, and applies the user's functions to them.
+        """Reads records, applies the user's functions to them, and writes them to the batch.
 
         Several threads may call this at the same time, for different records.
 
@@ -76,7 +76,7 @@ class BatchBuilder:
             stop: Position after the last record.
 
         Returns:
-            True if no record of the batch is missing any more. The caller then has to `finish` it.
+            True if no record of the batch is missing any more. The caller must then call `finish`.
         """
         if elements is None:
             with span(READ):
@@ -84,7 +84,7 @@ class BatchBuilder:
         first, count = 0, len(elements)
         gathers = isinstance(elements, ArrayRows) and not self.route.steps
         while first < count:
-            # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
+            # `rows_at_a_time` depends on the size of a row. It is 1 until a first row is known.
             most = self.template.rows_at_a_time * (_GATHERED if gathers else 1)
             rows, begin = elements[first : first + most], start + first
             if self.route.steps:
@@ -94,7 +94,7 @@ class BatchBuilder:
                 if isinstance(rows, list) and Unreadable in map(type, rows):
                     self._leave_out_bad(rows, begin)
                 self._put(rows, begin)
-            if self.faults.masks:
+            if self.faults.masks:  # `max_bad_records` may be a share of the records read
                 self.faults.count(FaultCounts(records=len(rows)))
             if isinstance(elements, list):
                 elements[first : first + len(rows)] = [None] * len(rows)
@@ -125,7 +125,7 @@ class BatchBuilder:
     def _with_arrays(self, start: int, rows: list[Any]) -> list[Any]:
         """Returns rows in which the leaves of other libraries are arrays.
 
-        A row whose leaf fails is an unreadable one, see `_leave_out_bad`.
+        If a leaf cannot be read, `_leave_out_bad` decides about its row.
         """
         found = list[Any]()
         for row in rows:
@@ -166,16 +166,19 @@ class BatchBuilder:
             return pad_batch(batch, self.num_rows, self.padding, self._bad_rows)
 
     def _leave_out_bad(self, rows: list[Any], start: int) -> None:
-        """Replaces each `Unreadable` row by a placeholder, and counts its record as bad.
+        """Replaces each `Unreadable` row with a placeholder, and counts its record as bad.
 
-        Padding overwrites the placeholder when the batch is finished. If the rules do not let a
-        record be left out, the record's error is raised.
+        Padding overwrites the placeholder when the batch is finished.
+
+        Raises:
+            BaseException: A record's error, if the rules do not let the record be left out.
         """
         bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
         for i in bad:
             if not self.faults.may_leave_out(rows[i].error):
                 raise self._named(rows[i], start + i)
-        # No row here can tell the structure. Several rows are made at a time only once it is known.
+        # If the structure is unknown, `rows` is a single bad row, because rows are made one at a
+        # time until it is known. The template then reads other records to learn it.
         placeholder = self.template.stacker(self.faults).placeholder
         for i in bad:
             record = int(self.records[start + i])
@@ -200,7 +203,7 @@ class BatchBuilder:
         records = self.records[start : start + bad.among].tolist()
         for record in records:
             try:
-                # Grain alone reads it, without our shortcuts.
+                # Read by Grain's own code, without the shortcuts of this package.
                 with_arrays(self.template.records[record])
             except Exception as another:
                 found = error if bad.among == 1 else another

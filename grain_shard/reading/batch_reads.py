@@ -34,8 +34,7 @@ _RECORDS_PER_CALL = 1024
 # task, slow records would wait for each other, although other threads could read them.
 _READ_S = 4e-3
 # The indices of several batches are computed together, up to this many records: a shuffle of 4096
-# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms. For a fast start, the
-# first batch is computed alone. Then more and more batches are computed at once.
+# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms.
 _RECORDS_AHEAD = 4096
 
 
@@ -73,23 +72,24 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         self._error: Raised | None = None  # the error of the next batch, which cannot begin
 
     def draw(self, limit: int) -> Task[tuple[Batch, Progress]] | None:
+        # After the first task of batches, so that the first record does not delay the first batch.
         if self._first_record is not None and self._begun:
             first_record, self._first_record = self._first_record, None
             return first_record
-        most = self._records_at_a_time()
-        if self._rest is None and self._error is None and limit - self._begun < self._room(most):
+        most, is_between_batches = self._records_at_a_time(), self._rest is None
+        room = limit - self._begun
+        if is_between_batches and self._error is None and room < self._room_needed(most):
             return None
         if ranges := self._take(most, limit):
             return _BatchTask(ranges, self._reads_many)
         return End(self._begun, self._error or _END) if limit > self._begun else None
 
-    def _room(self, most: int) -> int:
-        """Returns how many batches have to have room before a task begins one, at least 1.
+    def _room_needed(self, most: int) -> int:
+        """Returns for how many batches the buffer must have room before a task of `most` records.
 
-        A call for many records costs less for each record. So the next call waits until the buffer
-        has room for all batches of the call. It waits for three quarters of the buffer at most.
-        During the call, the loop trains on the other batches of the buffer and on the batches on
-        the devices.
+        A call for many records costs less per record. So the next call waits until all its batches
+        have room, but never for more than three quarters of the buffer: during the call, the loop
+        trains on the other batches of the buffer, and on those that are on the devices already.
         """
         batches = most // self._batch_size if self._reads_many else 1
         left = self._num_batches - self._begun
@@ -102,9 +102,9 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
             in_time = int(_READ_S / max(seconds, 1e-9)) if seconds else 1
             at_a_time = 1 if self._template is None else self._template.rows_at_a_time
             return max(1, min(in_time, at_a_time))
-        # A call for many records costs less for each record. So each thread's call gets an equal
-        # share of the whole buffer. If the share is a batch or more, the first calls are smaller,
-        # for a fast first batch: one batch, then twice as many batches each time.
+        # A call for many records costs less per record. So each thread's call gets an equal share
+        # of the whole buffer. If the share is a batch or more, the first calls are smaller, for a
+        # fast first batch: one batch, then twice as many batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
             share = -(-self._batch_size * self._buffer_size // threads)
@@ -113,11 +113,15 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         return max(1, min(share, _RECORDS_PER_CALL))
 
     def _take(self, most: int, limit: int) -> list[_Range]:
-        """Takes the next records, at most `most`, of batches with a number below `limit`."""
-        ranges, last = list[_Range](), min(limit, self._num_batches)
+        """Takes the next `most` records from the sequence of all batches' records.
+
+        Fewer records are taken if the sequence ends, if a batch cannot begin, or where a batch
+        begins whose number is not below `limit`.
+        """
+        ranges, num_batches = list[_Range](), min(limit, self._num_batches)
         while most > 0 and self._error is None:
             if self._rest is None:
-                if self._begun >= last:
+                if self._begun >= num_batches:
                     break
                 try:
                     builder = next(self._builders)
@@ -126,7 +130,7 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
                     break
                 self._begun, self._template = self._begun + 1, builder.template
                 self._rest = _Range(self._begun - 1, builder, 0, builder.size)
-            if self._rest.number >= limit:  # an earlier batch has failed
+            if self._rest.number >= limit:  # an earlier batch has failed, which lowered `limit`
                 break
             number, builder, start, stop = self._rest
             middle = min(start + most, stop)
@@ -177,9 +181,12 @@ class _BatchTask:
                 yield range_.number, Raised.of(error)
 
     def _read(self, ranges: list[_Range]) -> list[Elements | None]:
-        """Returns the elements of each range, read in one call if the source can, or None."""
+        """Returns the elements of each range, or None for a range that is still to be read.
+
+        Several ranges are read in one call if the source can.
+        """
         if len(ranges) > 1 and self._reads_many:
-            # If the call for all ranges fails, each range is read alone later. So only the batch
+            # If this call fails, `BatchBuilder.write` reads each range alone. So only the batch
             # with the bad record gets the error.
             with contextlib.suppress(BaseException), span(READ):
                 ways = [range_.builder.way(range_.start, range_.stop) for range_ in ranges]
@@ -192,13 +199,16 @@ _END = Raised(StopIteration(), None)
 
 
 def _builders(batching: Batching, indices: range, faults: Faults) -> Iterator[BatchBuilder]:
-    """Yields a builder for each batch. The records of several batches are found together."""
+    """Yields a builder for each batch. Several batches are begun together, which is faster.
+
+    For a fast start, the first batch is begun alone, and then as many as have begun before.
+    """
     begun, batch_size = 0, max(1, batching.records_per_batch)
     while begun < len(indices):
         some = indices[begun:][: max(1, min(_RECORDS_AHEAD // batch_size, begun))]
         found: list[BatchBuilder] = []
         if len(some) > 1:
-            # If an error is raised for several batches together, only the first one is begun.
+            # If this fails, only the first batch is begun. So the error reaches only its own batch.
             with contextlib.suppress(Exception):
                 found = batching.begin(some, faults)
         for builder in found or batching.begin(some[:1], faults):

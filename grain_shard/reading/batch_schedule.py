@@ -31,9 +31,8 @@ class BatchSchedule:
         (5, [[0, 1], [2, 3], [4, 5], [6, 7, 8, 9], [10]])
 
     Attributes:
-        sizes: Maps a step to the number of rows of each global batch from that step on. Step 0 is
-            the first batch, and must have an entry. JAX compiles the training step once for each
-            size.
+        sizes: Maps a step to the size of global batches from that step on. Step 0 is the first
+            batch, and must have an entry. JAX compiles the training step once for each size.
     """
 
     sizes: Mapping[int, int]
@@ -58,7 +57,7 @@ class BatchSchedule:
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(
-                f"a BatchSchedule needs records that can be read by index, and got a"
+                "a BatchSchedule needs records that can be read by index, and got a"
                 f" {type(ds).__name__}.",
                 remedy="apply BatchSchedule to a grain.MapDataset. Streams and feeds have one batch"
                 " size. To change it for feeds, restore their state with another .batch(B).",

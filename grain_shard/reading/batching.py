@@ -1,7 +1,7 @@
 """`Batching`: describes the host batches of a random-access pipeline, and reads them.
 
-A `Batching` says which records are in each batch. As every `HostRows`, it also says which rows of a
-batch this host keeps, and how batches are padded.
+A `Batching` says which records are in each batch. Like every `HostRows`, it also says which rows of
+a batch this host keeps, and how batches are padded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Batching(HostRows):
     """The batches of a random-access pipeline: their records, the rows to keep, and their padding.
 
     Attributes:
-        cuts: The records of each batch. If a slice or a shuffle chose the batches, or the size of a
-            batch is unknown, each batch counts as one record.
+        cuts: The records of each batch. If batches were sliced or shuffled, or the size of a batch
+            is unknown, each batch counts as one record.
         num_epochs: Number of epochs of `cuts` in one pass over the pipeline.
         reads_rows_alone: True if one row of a batch can be read without the other rows.
     """
@@ -71,9 +71,9 @@ class Batching(HostRows):
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Returns builders of some batches. The builders are empty: their records are not read yet.
+        """Returns builders of some batches, whose records are not read yet.
 
-        To begin several batches takes little longer than to begin one, because NumPy computes the
+        Beginning several batches takes little longer than beginning one, because NumPy computes the
         indices of all records together.
 
         Args:
@@ -95,9 +95,9 @@ class Batching(HostRows):
 
     @functools.cached_property
     def kept(self) -> dict[int, np.ndarray]:
-        """The rows that this host keeps of a full batch, with its padding: int64[n], ascending.
+        """Maps each of `unpadded_sizes` to the rows of a full batch that this host keeps.
 
-        Each of `unpadded_sizes` has an entry.
+        The rows are int64[n], ascending, and include rows of padding.
 
         Raises:
             ShardingError: The shards of `layout` do not divide a batch size.
@@ -110,10 +110,7 @@ class Batching(HostRows):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """The number of rows that this host keeps of a full batch, for each of `unpadded_sizes`.
-
-        Rows of padding are counted.
-        """
+        """The number of rows in each entry of `kept`."""
         return tuple(map(len, self.kept.values()))
 
     @property
@@ -184,7 +181,7 @@ class Batching(HostRows):
         return super().checked(check)
 
     def of_host(self: B, layout: BatchLayout) -> B:
-        """Returns a copy for one host. Warns if the host has to read rows that it does not keep.
+        """Returns a copy for one host. Warns if the host must read rows that it does not keep.
 
         Args:
             layout: The rows that the host keeps.
@@ -193,7 +190,7 @@ class Batching(HostRows):
             ShardingError: The shards do not divide the batch size.
         """
         own = super().of_host(layout)
-        _ = own.kept  # raises the error if the shards do not divide the batch size
+        _ = own.kept  # may raise the error
         if own.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(layout.shards)} of {layout.divisor} shards, but reads every"
@@ -207,8 +204,8 @@ class Batching(HostRows):
         """Returns a copy with padding. If `remainder` is "drop", the copy has no short batches.
 
         Raises:
-            ShardingError: `remainder` is "error" and a batch is short; or it is "drop" and no batch
-                is full; or it is "error" or "drop", and it is unknown which batches are short.
+            ShardingError: `remainder` is "error" and a batch is short; it is "drop" and no batch is
+                full; or it is either of them, and it is unknown which batches are short.
         """
         padded = super().padded(padding)
         if padding.pads_short:
@@ -233,11 +230,7 @@ class Batching(HostRows):
         return padded
 
     def _require_full(self, cuts: Cuts) -> None:
-        """Raises an error if the cuts of the records have a short batch.
-
-        Raises:
-            ShardingError: A batch is short.
-        """
+        """Raises a `ShardingError` if the cuts of the records have a short batch."""
         if cuts.has_short(self.num_epochs):
             begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (

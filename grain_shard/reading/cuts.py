@@ -1,8 +1,8 @@
 """`Cuts`: which records of an epoch are in which batch, computed from integers alone.
 
-The position of a run says which record of which epoch comes next. Batch sizes only decide where the
-following batches end. So a batch size may change at any record, and no record is left out or read
-twice.
+The position of a run is the epoch and the index of the next record. Batch sizes only decide where
+the batches after it end. So the batch size may change at any record, and no record is left out or
+read twice.
 """
 
 from __future__ import annotations
@@ -88,10 +88,12 @@ class Cuts:
 
     @functools.cached_property
     def _stretches(self) -> list[_Stretch]:
+        """The parts of the run with one batch size each. The first part begins at `begin`."""
         stretches = list[_Stretch]()
-        first = max(step for step in self.sizes_by_step if step <= self.begin.step)
+        step_of_first_size = max(step for step in self.sizes_by_step if step <= self.begin.step)
         for step, size in self.sizes_by_step.items():
-            if step >= first:
+            if step >= step_of_first_size:
+                # A part begins where the last batch of the part before it ends.
                 start = stretches[-1].cut(step - 1).after if stretches else self.begin
                 stretches.append(_Stretch(self.records, self.drops_short, start, size))
         return stretches
@@ -122,19 +124,20 @@ class Cuts:
         """Returns True if a batch of the first `epochs` epochs is short."""
         if self.records == sys.maxsize:  # the length of Grain's endless repeat, which has no end
             return False
-        # A stretch is a part of the run with one batch size. All epochs that begin and end in one
-        # stretch have batches of the same sizes, so it is enough to look at the first one. An epoch
-        # that ends in a later stretch is the epoch at the start of that stretch. So two epochs of
-        # each stretch are enough: the epoch at its start, and the next one.
-        begun = {stretch.start.epoch + later for stretch in self._stretches for later in (0, 1)}
-        steps = [self.steps_before(epoch + 1) for epoch in begun if epoch < epochs]
-        last = [self.cut(step - 1) for step in steps if step > self.begin.step]
-        return any(cut.num_records < cut.size for cut in last)
+        # Only the last batch of an epoch can be short. Two epochs of each stretch are enough: the
+        # one in which the stretch begins, and the next one. Further epochs of the stretch have the
+        # same batches as that one, up to the epoch in which the following stretch begins.
+        examined = {stretch.start.epoch + later for stretch in self._stretches for later in (0, 1)}
+        ends = [self.steps_before(epoch + 1) for epoch in examined if epoch < epochs]
+        last_batches = [self.cut(step - 1) for step in ends if step > self.begin.step]
+        return any(cut.num_records < cut.size for cut in last_batches)
 
 
 @dataclass
 class _Stretch:
     """A part of a run in which the batch size stays the same.
+
+    Its first epoch may begin at any record. All its later epochs are whole and have equal batches.
 
     Attributes:
         records: Number of records in an epoch.
@@ -149,16 +152,16 @@ class _Stretch:
     size: int
 
     def __post_init__(self) -> None:
-        short = 0 if self.drops_short else self.size - 1
-        self._first_epoch = (self.records - self.start.record + short) // self.size
-        self._each_epoch = (self.records + short) // self.size
+        rounding = 0 if self.drops_short else self.size - 1  # a short batch counts, unless dropped
+        self._batches_of_first = (self.records - self.start.record + rounding) // self.size
+        self._batches_of_whole = (self.records + rounding) // self.size
 
     def cut(self, step: int) -> Cut:
         epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step
         # A batch number may be negative, because a slice may count from the end.
-        if not 0 <= batch < self._first_epoch:
-            later, batch = divmod(batch - self._first_epoch, self._each_epoch)
-            epoch, record = epoch + 1 + later, 0
+        if not 0 <= batch < self._batches_of_first:
+            whole_epochs, batch = divmod(batch - self._batches_of_first, self._batches_of_whole)
+            epoch, record = epoch + 1 + whole_epochs, 0
         record += batch * self.size
         stop = min(record + self.size, self.records)
         after = (epoch, stop) if stop < self.records else (epoch + 1, 0)
@@ -167,8 +170,8 @@ class _Stretch:
     def step_of(self, epoch: int, record: int) -> int:
         later = epoch - self.start.epoch
         if later > 0:
-            batch = min(record // self.size, self._each_epoch)
-            batch += self._first_epoch + (later - 1) * self._each_epoch
+            batch = min(record // self.size, self._batches_of_whole)
+            batch += self._batches_of_first + (later - 1) * self._batches_of_whole
         else:
-            batch = min(max(0, record - self.start.record) // self.size, self._first_epoch)
+            batch = min(max(0, record - self.start.record) // self.size, self._batches_of_first)
         return self.start.step + batch

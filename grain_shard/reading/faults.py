@@ -36,15 +36,15 @@ OnBadRecord = Literal["error", "mask"]
 # longest one. Up to half of each pause is left out at random, so that the hosts of a job do not all
 # ask the source at the same time.
 _FIRST_PAUSE_S, _GROWTH, _LONGEST_PAUSE_S = 0.1, 3, 10.0
-# If `max_bad_records` is a share, it is a share of the records that were read, but of at least this
-# many. A few bad records at the beginning say little about the whole source.
+# A share in `max_bad_records` is taken of the records read so far, but of at least this many: a few
+# bad records at the beginning say little about the whole source.
 _SHARE_OF_AT_LEAST = 1000
 # Number of bad records that are listed with their names. Later bad records are only counted.
 _MOST_LISTED = 1000
 _LOG_EVERY_S = 30
-# A pause checks at this interval, in seconds, if it should end.
+# Seconds between two checks of a pause for whether it should end.
 _SLICE_S = 0.05
-# The lengths of pauses come from here. The state of `random` itself is the user's.
+# Chooses the lengths of pauses. The state of the module `random` belongs to the user.
 _lengths = random.Random()
 
 
@@ -92,8 +92,8 @@ class FaultRules:
         max_bad_records: Most records that may be unreadable on a host before the run ends: a
             number, or a share of the records that the host has read (counted as at least 1,000).
         is_read_once: True if each record is read on one host only. If several hosts read a record,
-            it is masked only for an error that every host gets. After any other error one host may
-            have the record and another one not, and their rows would differ.
+            it is masked only after an error that every host gets. After any other error, some hosts
+            might have the record and others not, so their rows would differ.
     """
 
     retries: int | Retries = Retries()
@@ -126,7 +126,7 @@ class FaultRules:
         return self.on_bad_record == "mask"
 
 
-# The rules if a dataset of batches is read directly, as by ``ds[0]``, and not by a training loop.
+# The rules for a dataset of batches that is read directly, as by ``ds[0]``, not by a training loop.
 FAIL_AT_ONCE = FaultRules(retries=0)
 
 
@@ -172,10 +172,7 @@ class FaultCounts(NamedTuple):
     records: int = 0
 
     def after(self, before: FaultCounts) -> FaultCounts:
-        """Returns the sums of `before` and of the counts in this object.
-
-        In `listed`, the records of `before` come first.
-        """
+        """Returns the sums of `before` and these counts. Records listed in `before` come first."""
         return FaultCounts(
             retries=before.retries + self.retries,
             bad_records=before.bad_records + self.bad_records,
@@ -187,8 +184,8 @@ class FaultCounts(NamedTuple):
 class Faults(Recovery):
     """Applies the user's rules for failed reads while a pipeline runs, and counts faults.
 
-    All threads of a pipeline share one object. A worker process gets a copy, which counts the
-    faults of that process. The worker sends its counts back to the main process.
+    All threads of a pipeline share one object. A worker process gets a copy, which counts only the
+    faults of that process. The worker sends these counts to the main process.
 
     Args:
         rules: The user's rules.
@@ -208,11 +205,11 @@ class Faults(Recovery):
         self._counts = FaultCounts()
         self._exhausted = 0  # number of records that failed at every try
         self._is_stopped = False
-        self._others: list[Faults] = []  # those that count apart
+        self._others: list[Faults] = []  # made by `apart`
         self._lock = threading.Lock()
 
     def apart(self) -> Faults:
-        """Returns an object for the same rules that counts apart, until its counts are added."""
+        """Returns an object with the same rules and its own counts, to pass to `add` later."""
         self._others.append(Faults(self.rules, is_worker=True))
         return self._others[-1]
 
@@ -220,8 +217,8 @@ class Faults(Recovery):
         return functools.partial(Faults, is_worker=True), (self.rules,)
 
     def counts(self) -> FaultCounts:
-        """Returns the counts so far. Further tries count at once, also those that count apart."""
-        # Without a lock: the main thread may call this, and an interrupt could leave a lock taken.
+        """Returns the counts so far, with the retries of all objects that `apart` made."""
+        # Without a lock: the main thread may call this, and an interrupt could leave a lock held.
         counts = self._counts
         retries = sum(other._counts.retries for other in self._others)
         return counts._replace(retries=counts.retries + retries)
@@ -248,10 +245,7 @@ class Faults(Recovery):
             other.stop()
 
     def may_heal(self, error: Exception) -> bool:
-        """Returns whether a read may be tried again after this error of the source.
-
-        Only the kind of the error counts here, not the number of tries.
-        """
+        """Returns whether this kind of error of the source may go away in a further try."""
         return self._is_named(error) or is_transient(error)
 
     def _is_named(self, error: BaseException) -> bool:
@@ -267,6 +261,10 @@ class Faults(Recovery):
     def recovered(
         self, error: Exception, again: Callable[[], Any], *, in_function: bool = False
     ) -> Any:
+        """Reads again after growing pauses, up to `retries` times, while the error may go away.
+
+        If a function of the user failed, only the classes in ``Retries(on=...)`` are tried again.
+        """
         heals, tries = (self._is_named if in_function else self.may_heal), 0
         try:
             while tries < self._retries.times and heals(error) and self._pause(tries, error):
@@ -286,9 +284,7 @@ class Faults(Recovery):
             del error  # its traceback refers to this frame, which would stay in memory
 
     def _pause(self, tries: int, error: Exception) -> bool:
-        """Counts and logs a further try, and waits before it; returns False if it must not follow.
-
-        It must not follow if `stop` was called.
+        """Counts and logs a further try, and waits before it. Returns False if `stop` was called.
 
         Raises:
             BadRecordsError: More records failed at every try than may be bad.
@@ -304,8 +300,8 @@ class Faults(Recovery):
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
-        # The pause takes no lock, because the garbage collector may call `stop` in any thread, also
-        # in one that holds a lock. So it sleeps in short slices, and checks for `stop` after each.
+        # `stop` must not need a lock, because the garbage collector may call it in any thread, even
+        # in one that holds a lock. So the pause sleeps in short slices, and looks for `stop`.
         until = time.monotonic() + longest_s * _lengths.uniform(0.5, 1.0)
         while not self._is_stopped and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _SLICE_S))
@@ -315,7 +311,7 @@ class Faults(Recovery):
         """Returns whether a record that failed with this error may be left out."""
         if not self.masks or self._is_stopped:
             return False
-        # An error of this package is about more than one record, such as a file that was replaced.
+        # An error of this package, such as a file that was replaced, is about more than one record.
         if isinstance(error, MemoryError | GrainShardError) or not isinstance(error, Exception):
             return False
         if self.rules.is_read_once:
@@ -325,9 +321,9 @@ class Faults(Recovery):
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _require_source(self, error: Exception) -> None:
-        """Raises an error if so many records failed at every try that the source seems to be down.
+        """Raises an error if so many records failed at every try that the source may be down.
 
-        Without this error, there would be a pause before each try of each further record.
+        Otherwise each further record would wait through all pauses before it fails.
 
         Raises:
             BadRecordsError: More records failed at every try than may be bad.
@@ -368,10 +364,10 @@ class Faults(Recovery):
         self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
-        """Adds counts that were counted apart, as in a worker process.
+        """Adds the counts of a worker process, or of an object that `apart` made.
 
         Raises:
-            BadRecordsError: There are too many bad records now.
+            BadRecordsError: There are now too many bad records.
         """
         unlisted = counts.bad_records - len(counts.listed)
         self.count(counts._replace(bad_records=unlisted, listed=()))
@@ -379,6 +375,7 @@ class Faults(Recovery):
             self._leave_out(bad, None)
 
     def _leave_out(self, bad: BadRecord, error: BaseException | None) -> None:
+        """Counts a bad record. Outside a worker, also logs it and raises an error for too many."""
         _, count, listed, records = self.count(FaultCounts(bad_records=1, listed=(bad,)))
         if self._is_worker:
             return

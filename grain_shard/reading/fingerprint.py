@@ -1,13 +1,16 @@
 """Fingerprints of pipelines: digests of facts that must be the same when a state is restored.
 
-A fingerprint is made of the text, the seeds and the arguments of each node of the pipeline, of the
-number of records, and of the file names or the own fingerprint of each source. Seeds and some
-arguments, such as a mixture's weights, are private attributes in Grain. If this version of Grain
-keeps one of them elsewhere, a change of it is not noticed. A change inside a function is not
-noticed either, because only the name of the function is compared. The attributes of a
-transformation's object are not compared: a counter or a cache changes while it runs, a host's
-number differs between hosts, and a run may go on with another image size on purpose. For a change
-of records see `first_record.py`.
+A fingerprint covers the text, seeds and arguments of each node of the pipeline, the number of
+records, and the file names of each source, or its own fingerprint if it has one. Three kinds of
+changes go unnoticed:
+
+* Seeds, and some arguments such as a mixture's weights, are private attributes in Grain. If another
+  version of Grain keeps one of them elsewhere, its changes are not seen.
+* Functions are compared by name only, not by what they do.
+* Attributes of a transformation's object are not compared: a counter or a cache changes in a run, a
+  host's number differs between hosts, and a run may go on with another image size on purpose.
+
+Changes of the records themselves are found by `first_record.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +48,8 @@ OTHER_BATCH_SIZE = (
     " grain.MapDataset down to .batch, or grain_shard.feeds."
 )
 
-# The place of a function in its file, and the address of an object. They are removed from texts: a
-# new comment above the function changes the place, and each run changes the address, although the
-# pipeline stays the same.
+# The place of a function in its file, and the address of an object. Both are removed from texts,
+# because they change without the pipeline: by a comment above the function, and in each run.
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
@@ -64,9 +66,8 @@ def records_fingerprint(
         drop_remainder: True if records that do not fill a batch are left out.
 
     Returns:
-        Plain JSON with a digest of the sources, a digest of the seeds, a digest of the
-        transformations, and the number of records. A mixture has its weights in place of the number
-        of records.
+        Plain JSON: digests of the sources, the seeds and the transformations, and the number of
+        records or, for a mixture, its weights.
     """
     mixture = _mixture_in_order(records, after)
     described = [(_text(node), nodes.parameters(node)) for node in after]
@@ -74,7 +75,7 @@ def records_fingerprint(
     for node in nodes.walk(records):
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
-    # A mixture's length follows from its weights and its sources, so it is left out.
+    # A mixture's length follows from its weights and sources, so the weights replace it.
     size = {"records": _number_of(records)}
     if mixture is not None:
         size = {WEIGHTS: mixture.schedule.weights}
@@ -108,14 +109,14 @@ def _mixture_in_order(
 def fingerprint_at(fingerprint: Mapping[str, Any], position: Progress | None) -> Fingerprint:
     """Returns the fingerprint of a pipeline for a state at some position.
 
-    It has only those weights of a mixture that are in use before the position. So later weights may
-    change before the state is restored.
+    Weights of a mixture that begin at the position or later are left out, so that they may be
+    changed before the state is restored.
 
     Args:
         fingerprint: The fingerprint of the pipeline. A fingerprint from a state is returned
             unchanged, because it has a digest in place of the weights.
-        position: The position of the state. None, or a position after the first epoch, includes all
-            weights.
+        position: The position of the state. All weights are kept if it is None or after the first
+            epoch.
     """
     weights = fingerprint.get(WEIGHTS)
     if not isinstance(weights, list):
@@ -131,14 +132,14 @@ def plain(fingerprint: Mapping[str, Any]) -> Fingerprint:
 
 
 def packed(fingerprint: Mapping[str, Any]) -> Fingerprint:
-    """Returns a fingerprint as plain JSON of few bytes: the digest of seeds follows another one."""
+    """Returns a fingerprint as short JSON: one field has the digests of transforms and seeds."""
     found = plain(fingerprint)
     seeds = found.pop(SEEDS)
     return {**found, TRANSFORMS: f"{found[TRANSFORMS]}{_MARK}{seeds}"}
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state in which the fields of `packed` are apart. Other states stay unchanged."""
+    """Undoes `packed` in a state. Returns a copy of any other state."""
     text = state.get(TRANSFORMS)
     if not isinstance(text, str) or _MARK not in text or SEEDS in state:
         return dict(state)
@@ -188,8 +189,8 @@ def check_fingerprint(
         if_data_changed: What to do if the data has changed on purpose, for example if it has grown.
 
     Raises:
-        StateError: The state lacks a key or has another one, or has a field of the fingerprint
-            that differs. The message names the keys and fields.
+        StateError: The state is of another kind, lacks a field, has an unknown field, or differs
+            from the fingerprint in a field. The message names the fields.
     """
     if state.get("kind", current["kind"]) != current["kind"]:
         raise StateError(
@@ -198,6 +199,7 @@ def check_fingerprint(
         )
     missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
     changed = [name for name in current if name in state and state[name] != current[name]]
+    # If a field is missing and another one has changed, the change explains more.
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
             f"the state is not the state of {kind}: it lacks {', '.join(map(repr, missing))}."
@@ -208,29 +210,33 @@ def check_fingerprint(
         lines = [f"  {n}: saved {shortened(state[n])}, now {current[n]!r}" for n in changed]
         if TRANSFORMS in changed and (change := _change(current[TRANSFORMS], state[TRANSFORMS])):
             lines[changed.index(TRANSFORMS)] = f"  {TRANSFORMS}: {change}"
-        remedy = "restore with the pipeline that saved the state."
-        if "global_batch_size" in changed:
-            remedy = (
-                "restore with the batch size of the saved run. A pipeline that makes each batch as"
-                " a whole cannot change its batch size during a run. To be able to change it in a"
-                f" new run, {HOW_TO_COUNT_RECORDS}"
-            )
-        elif BATCH_SIZES in changed:
-            remedy = OTHER_BATCH_SIZE
-        elif TRANSFORMS in changed:
-            remedy += " All transformations and their options must be the same. If one is added or"
-            remedy += " removed, the random seeds of the others change, too."
-        if {"records", "source"} & set(changed) and if_data_changed:
-            remedy += f" If the data has changed on purpose, {if_data_changed}"
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)
-            + f"\n  remedy: {remedy}"
+            + f"\n  remedy: {_remedy(changed, if_data_changed)}"
         )
     if unknown := sorted(set(state) - {*keys, *current, *optional}):
         raise StateError(
             f"the state of {kind} has other fields: {shortened(unknown)}.\n{UNCHANGED}"
         )
+
+
+def _remedy(changed: Sequence[str], if_data_changed: str) -> str:
+    remedy = "restore with the pipeline that saved the state."
+    if "global_batch_size" in changed:
+        remedy = (
+            "restore with the batch size of the saved run. A pipeline that makes each batch as a"
+            " whole cannot change its batch size during a run. To be able to change it in a new"
+            f" run, {HOW_TO_COUNT_RECORDS}"
+        )
+    elif BATCH_SIZES in changed:
+        remedy = OTHER_BATCH_SIZE
+    elif TRANSFORMS in changed:
+        remedy += " All transformations and their options must be the same. If one is added or"
+        remedy += " removed, the random seeds of the others change, too."
+    if {"records", "source"} & set(changed) and if_data_changed:
+        remedy += f" If the data has changed on purpose, {if_data_changed}"
+    return remedy
 
 
 def _change(now: Any, saved: Any) -> str:

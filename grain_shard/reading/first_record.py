@@ -21,9 +21,9 @@ _SOURCE, _MARK = "source", "-"
 
 
 class FirstRecord:
-    """The digest of record 0 of a dataset's source; of a mixture, of record 0 of each part.
+    """The digest of record 0 of a dataset's source or, for a mixture, of record 0 of each source.
 
-    As a task, it reads the record in a thread that also reads batches.
+    This is also a task of the pool whose threads read the batches: `run` reads the record.
 
     Args:
         ds: The dataset; None for a pipeline whose records are not compared.
@@ -33,7 +33,7 @@ class FirstRecord:
         is_read: True once the record was read, or if there is none to read.
     """
 
-    # With size 0, the time of this task is left out when the number of threads is chosen.
+    # A task of size 0 has no influence on the number of threads that the pool chooses.
     size = 0
 
     def __init__(self, ds: Any = None):
@@ -43,11 +43,7 @@ class FirstRecord:
         self.is_read: bool = not self._sources
 
     def run(self) -> tuple[()]:
-        """Reads the record and sets `digest`, unless that was done before.
-
-        Returns:
-            No result, because it makes no batch.
-        """
+        """Reads the record and sets `digest`, unless that was done before. Makes no batch."""
         if self.is_read:
             return ()
         with contextlib.suppress(Exception):  # the loop raises the error when it reads this record
@@ -57,9 +53,7 @@ class FirstRecord:
 
 
 def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
-    """Returns a state with a digest of records at the end of its field ``source``.
-
-    If the digest is "", returns the state unchanged.
+    """Returns a state whose field ``source`` ends with a digest of records, unless that is "".
 
     Example:
         >>> with_digest({"step": 3, "source": "aaaa"}, "bbbb")

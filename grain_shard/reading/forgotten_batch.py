@@ -12,14 +12,14 @@ from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Raises an error if an element is a record and no batch, and warns if it may be a record.
+    """Raises an error if an element is a record, not a batch, and warns if it may be a record.
 
     A pipeline with a ``.batch`` passes. In any other pipeline, an element with a scalar beside
     arrays is a record. An element without a scalar may be a record or a batch, and a random-access
     pipeline gets a warning.
 
-    A pipeline that begins with a `grain.IterDataset`, such as one from `from_iterable`, may yield
-    batches itself, with a number for all rows of a batch. So a scalar gets only a warning there.
+    The source of a pipeline that begins with a `grain.IterDataset`, such as `from_iterable`, may
+    yield batches, in which a scalar is a number for all rows. So a scalar only warns there.
 
     Args:
         ds: The pipeline.
@@ -43,8 +43,8 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
             )
         else:
             raise ShardingError(
-                "no .batch stands in the pipeline, so each record would be split along dim 0, like"
-                " a batch of rows. But this leaf is a scalar, and has no dim 0.",
+                "the pipeline has no .batch, so each record would be split along dim 0, like a"
+                " batch of rows. But this leaf is a scalar, and has no dim 0.",
                 path=path,
                 leaf=describe_leaf(array),
                 remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"
@@ -53,7 +53,7 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     if isinstance(ds, grain.MapDataset):
         path, array = element.paths[0], element.arrays[0]
         warnings.warn(
-            f"no .batch stands in the pipeline, so each element is taken for a whole batch:"
+            "the pipeline has no .batch, so each element is taken for a whole batch:"
             f" {path} is {describe_leaf(array)}, which is taken for {element.rows} rows. If an"
             " element is a single record, call .batch(global_batch_size) before .shard_to.",
             stacklevel=2,

@@ -19,8 +19,8 @@ from grain_shard.state_json import NoState
 from grain_shard.trees import Batch, leaves_of
 
 Rows = Literal["global", "local"]
-# The methods with which an iterator, or the loader that makes it, gives its state and goes to one.
-# The second pair is that of PyTorch's and Hugging Face's loaders.
+# Names of the methods that get and set the state of an iterator, or of the loader that makes it.
+# Loaders of PyTorch and Hugging Face have the second pair.
 _STATE_METHODS = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 
 
@@ -48,9 +48,9 @@ def from_iterable(
         source: An iterable of batches, or a function that returns one, such as a generator
             function. A batch is a tree of numpy arrays, or of objects that numpy can convert, such
             as PyTorch's tensors. Every pass asks an iterable for a new iterator, and calls a
-            function for a new iterable. An iterator or generator is used as it is. It allows one
-            pass only, unless it has a state (see below) with which to go back to its beginning.
-            Arrays are copied, so the loader may reuse its buffers.
+            function for a new iterable. An iterator or generator is used as it is. It allows only
+            one pass, unless it has a state (see below) that takes it back to its beginning. Arrays
+            are copied, so the loader may reuse its buffers.
         rows: The rows that the loader yields on each host. "local": the rows of the host's own
             devices, as from a loader with a sampler for each process. "global": the same whole
             batches on every host. If there is only one host, both are the same, and None is enough.
@@ -87,12 +87,12 @@ def from_iterable(
 
 
 def _refuse_records(loader: Any) -> None:
-    """Raises an error if an object has records by index, and is no iterable of batches.
+    """Raises an error if an object is a dataset of records, not an iterable of batches.
 
-    Python would iterate over it by index, and each record would be taken for a batch.
+    Python would iterate over the object by index, and each record would be taken for a batch.
 
     Raises:
-        ShardingError: The object has a length and items, and no iterator.
+        ShardingError: The object has a length and items, but no ``__iter__``.
     """
     by_index = isinstance(loader, grain.sources.RandomAccessDataSource)
     if by_index and not hasattr(loader, "__iter__"):
@@ -116,7 +116,7 @@ class IterableBatches(grain.IterDataset):
     Attributes:
         source: The argument `source`.
         has_begun: True once a batch was asked for.
-        in_use: A lock that is held while the source yields a batch, or its state is read or set.
+        in_use: A lock, held while the source yields a batch and while its state is read or set.
         has_one_pass: True if the source is itself an iterator, which all passes share.
     """
 
@@ -161,7 +161,7 @@ class IterableBatches(grain.IterDataset):
             with self.in_use:
                 self._methods[1](copy.deepcopy(self._beginning))
         source = self.source
-        # A class is called, as a function is: its methods are those of its objects.
+        # A class is called like a function. Its ``__iter__`` is for its objects, not for itself.
         is_class = inspect.isclass(source)
         iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
         loader: Any = source if iterable and not is_class else source()
@@ -173,12 +173,14 @@ class IterableBatches(grain.IterDataset):
 class _Batches(grain.DatasetIterator):
     """Adapts the iterator of a loader to the interface of Grain's iterators.
 
+    The lock `in_use` of the dataset is held during calls of the user's iterator, because two
+    threads may call it: after ``set_state``, the old thread may still be inside ``next`` when a new
+    thread begins.
+
     Args:
         loader: The loader, which makes the iterator.
         name: Name of the source in messages.
-        ds: The dataset. Its lock `in_use` is held during ``next``, ``get_state`` and ``set_state``,
-            because two threads may call an iterator of the user: after ``set_state``, the old
-            thread may still be inside ``next`` when a new thread begins.
+        ds: The dataset.
     """
 
     def __init__(self, loader: Any, name: str, ds: IterableBatches):
@@ -186,12 +188,11 @@ class _Batches(grain.DatasetIterator):
         self._loader, self._name, self._ds, self._in_use = loader, name, ds, ds.in_use
         self._iterator: Any = iter(loader)
         self._methods = _state_methods(self._iterator)
-        self._is_loaders = self._methods is None  # True if the state is that of the loader
+        self._is_loaders = self._methods is None  # True if the loader has the state
         if self._is_loaders:
             self._methods = _state_methods(loader)
-        self._loaded: Any = None  # a state of the loader that was set, before the next batch
-        # A user's iterator with a state is left open, because the user may restore its state and go
-        # on.
+        self._loaded: Any = None  # the state that the loader was set to; None after a batch
+        # A user's own iterator that has a state stays open: the user may restore it and go on.
         is_own = self._iterator is not ds.source
         self._to_close = hasattr(self._iterator, "close") and (is_own or self._methods is None)
 
@@ -214,8 +215,8 @@ class _Batches(grain.DatasetIterator):
             NoState(self._name).refuse()
         with self._in_use:
             if self._is_loaders:
-                # A loader goes to a state when its next iterator begins. Until then it may return
-                # another state.
+                # A loader applies the state when its next iterator begins. Until then the loader
+                # may return another state, so `get_state` returns this copy.
                 self._loaded = copy.deepcopy(state)
             self._methods[1](state)
             if self._is_loaders:
@@ -228,7 +229,7 @@ class _Batches(grain.DatasetIterator):
 
 
 def _state_methods(of: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns the methods that give and set the state of an iterator or loader, if it has them."""
+    """Returns the methods that get and set the state of an iterator or loader; None without."""
     for names in _STATE_METHODS:
         get, set_ = (getattr(of, name, None) for name in names)
         if callable(get) and callable(set_) and _takes(get) and _takes(set_, {}):

@@ -1,4 +1,4 @@
-"""`HostRows`: the padding of batches and the rows that a host keeps, as the stages decide."""
+"""`HostRows`: the padding of batches, and the rows of them that a host keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from grain_shard.reading.padding import Padding
 from grain_shard.sharding.layout import BatchLayout
 
 H = TypeVar("H", bound="HostRows")
-# A function that checks the size of a full batch. It also gets the number of streams that each give
-# the same number of rows, and raises an error or warns.
+# A function that raises an error, or warns, if it does not accept the size of a full batch. Its
+# second argument is `HostRows.num_streams`.
 CheckSize = Callable[[int, int], None]
 
 
@@ -20,8 +20,7 @@ CheckSize = Callable[[int, int], None]
 class HostRows(ABC):
     """The padding of batches, and the rows of them that this host keeps.
 
-    There is a subclass for each kind of pipeline. This is a frozen value. A stage of the chain
-    returns a changed copy.
+    There is a subclass for each kind of pipeline. The stages of the chain make changed copies.
 
     Attributes:
         padding: The padding of each batch; None for unpadded batches.
@@ -36,7 +35,7 @@ class HostRows(ABC):
     def global_batch_sizes(self) -> tuple[int, ...]:
         """The sizes of full global batches with padding, each listed once.
 
-        The tuple is empty if a batch has to be read to learn its size.
+        The tuple is empty if a batch must be read to learn its size.
         """
 
     @property
@@ -45,7 +44,7 @@ class HostRows(ABC):
         return 1
 
     def checked(self: H, check: CheckSize) -> H:
-        """Returns the rows after a check of the size of a full batch.
+        """Checks the size of a full batch, and returns this object.
 
         A size that is not known yet is checked at the first batch.
 
@@ -57,7 +56,7 @@ class HostRows(ABC):
         return self
 
     def padded(self: H, padding: Padding) -> H:
-        """Returns a copy with padding, and with a mask.
+        """Returns a copy with padding.
 
         Raises:
             ShardingError: The last batch is known to be short, and `padding` refuses short batches

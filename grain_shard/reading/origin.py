@@ -1,6 +1,6 @@
 """Finds the origin of a record: its index in the source and, if it is known, its file.
 
-The origin is searched only after a record has failed, to name the record in messages.
+This happens only after a record has failed, to name the record in messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     @classmethod
     def of(cls, records: grain.MapDataset, record: int) -> Origin | None:
         """Returns the origin of a dataset's record; None if its index in the source is unknown."""
-        # An error in this search must not replace the error that the origin explains.
+        # An error here must not replace the error of the record, which is about to be reported.
         with contextlib.suppress(Exception):
             found = source_of(records, record)
             if found is not None:
@@ -51,7 +51,7 @@ class Origin(NamedTuple):
 def _location(source: Any, index: int) -> tuple[str | None, int | None]:
     """Returns the file of a record and the position in it; (None, None) if they are unknown.
 
-    The source gives them by a method ``where``, like `ArrayRecordSource.where`.
+    A source may tell them by a method ``where``, as `ArrayRecordSource` does.
     """
     with contextlib.suppress(Exception):  # another library's `where` may be anything
         path, position = source.where(index)
@@ -61,12 +61,9 @@ def _location(source: Any, index: int) -> tuple[str | None, int | None]:
 
 
 def name_in(records: grain.MapDataset, where: str, record: int) -> str:
-    """Returns a name of a record of a dataset for messages, after a search for its origin.
+    """Returns the name of a record of the dataset `records`, whose own name is `where`.
 
-    Args:
-        records: The dataset.
-        where: Name of the dataset.
-        record: Index of the record.
+    The name is for messages. It includes the origin of the record, if that can be found.
     """
     return record_name(record, where, Origin.of(records, record))
 

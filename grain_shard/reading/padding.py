@@ -31,7 +31,7 @@ from grain_shard.trees import (
 Remainder = Literal["pad", "drop", "error"]
 REMAINDER = "remainder"  # the name of the option, in states and in messages
 SHORT_REMEDY = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
-# The end of a remedy that offers to leave out the mask.
+# The end of a remedy, for a user who does without the mask.
 _NO_MASK = (
     '(to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask,'
     " padding would count in every mean.)"
@@ -111,18 +111,18 @@ class Padding:
     def values(self, tree: Any) -> list[np.ndarray]:
         """Returns the pad value of each leaf of a tree of arrays, as a 0-d array of its dtype.
 
-        The values are in the order of the leaves.
+        A value in `pad_value` is for a leaf, or for all leaves of a tree.
 
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
         pairs = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_empty)[0]
         given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
-        # A None in the tree is no leaf and is not padded, but `pad_value` may have a value for it.
+        # A None in the tree is not an array to pad, but `pad_value` may have a value for it.
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
             nodes = [path_of(keys[:depth]) for depth in range(len(keys) + 1)]
             value = next((given[path] for path in nodes if not is_empty(given.get(path))), 0)
-            # An empty tree in `pad_value` fits a tree, and no array.
+            # An empty tree in `pad_value` fits a tree, but not an array.
             is_array = not is_empty(leaf)
             used.update(nodes[:-1] if is_array and is_empty(given.get(nodes[-1])) else nodes)
             if is_array:
@@ -175,8 +175,7 @@ class Padding:
         """Returns True if every row of a batch has only pad values."""
         values = self.values(batch.tree)
         return all(
-            # A NaN is not equal to itself, so `x != x` finds NaNs. If the pad value is NaN, a NaN
-            # in the batch counts as equal to it.
+            # If the pad value is NaN, it equals a NaN in the batch. `x != x` finds NaNs.
             np.all((array == value) | ((array != array) & (value != value)))
             for array, value in zip(batch.arrays, values, strict=True)
             if array.ndim
@@ -287,7 +286,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
 
 
 def _with_rows(array: np.ndarray, size: int) -> np.ndarray:
-    """Returns a copy with `size` rows. The rows at the end that `array` lacks are not set."""
+    """Returns a copy with `size` rows. The rows after those of `array` are uninitialized."""
     longer = empty((size, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
     return longer

@@ -24,10 +24,9 @@ class RecordBatching(Batching):
 
     Attributes:
         template: The records that are batched, and the structure of their rows.
-        node: Facts about Grain's ``.batch`` and the nodes that follow it; None for a
-            `BatchSchedule`.
-        sliced: The cuts of the records into batches, if a slice or a shuffle of batches follows;
-            None otherwise. Batches that were sliced or shuffled cannot begin at other records.
+        node: Facts about Grain's ``.batch`` and the nodes after it; None for a `BatchSchedule`.
+        sliced: If batches are sliced or shuffled, the cuts of the records into batches before that;
+            `cuts` then counts each batch as one record. None otherwise.
     """
 
     template: RowTemplate
@@ -37,12 +36,7 @@ class RecordBatching(Batching):
 
     @classmethod
     def of(cls, node: nodes.BatchNode, num_batches: int) -> RecordBatching:
-        """Returns the batches that Grain's ``.batch`` and the nodes after it make.
-
-        Args:
-            node: Facts about these nodes.
-            num_batches: Number of batches after the last of these nodes.
-        """
+        """Returns the `num_batches` batches that Grain's ``.batch`` and the nodes after it make."""
         template = RowTemplate(node.records)
         cuts = Cuts(len(node.records), {0: node.global_batch_size}, node.drop_remainder)
         if node.num_epochs is None:
@@ -67,18 +61,16 @@ class RecordBatching(Batching):
         return self.by_record.sizes
 
     def cut(self, index: int) -> Cut:
-        """Returns the records of a batch, and the position after it.
+        """Returns the records of a batch, and the position of the run after it.
 
         The epoch in the result is an epoch of the records. A ``.repeat`` of the batches may read
         the same epoch of the records several times.
         """
-        if self.node is None:
-            return self.cuts.cut(index)
-        if self.sliced is not None:
+        if self.node is not None and self.sliced is not None:
             cut = self.sliced.cut(self.node.batch_index(index))
             return cut._replace(after=self.cuts.progress(index + 1))
         cut = self.cuts.cut(index)
-        return cut._replace(epoch=self.node.epoch_below(cut.epoch))
+        return cut if self.node is None else cut._replace(epoch=self.node.epoch_below(cut.epoch))
 
     def epochs(self) -> Cuts | None:
         if self.sliced is None:
@@ -99,11 +91,12 @@ class RecordBatching(Batching):
         return {**found, "global_batch_size": global_batch_size}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        per_epoch, cuts = self.by_record.records, [self.cut(index) for index in indices]
-        records: list[np.ndarray] = []  # for each batch: int64[n], without rows of padding
+        cuts = [self.cut(index) for index in indices]
+        records: list[np.ndarray] = []  # the records that this host reads for each batch: int64[n]
         for cut in cuts:
-            rows, first = self.kept[cut.size], cut.epoch * per_epoch + cut.record
-            records.append(first + rows[rows < cut.num_records])
+            first = cut.epoch * self.by_record.records + cut.record
+            rows = self.kept[cut.size]
+            records.append(first + rows[rows < cut.num_records])  # further rows are padding
         way, stop = route(self.template.records, np.concatenate(records)), 0
         builders: list[BatchBuilder] = []
         for index, cut, of_batch in zip(indices, cuts, records, strict=True):

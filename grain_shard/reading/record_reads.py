@@ -1,9 +1,9 @@
 """`RecordReads`: the records of a stream, read by the rules for failed reads.
 
 Grain's ``.to_iter_dataset()`` reads these records in place of the user's. To find a record, its
-index is followed through shuffles, slices and repeats up to the source. Grain does this for one
-record at a time, which takes longer than most transformations of the record. Here the indices of
-many records are followed at once.
+index is followed through shuffles, slices and repeats up to the source. Grain follows one index at
+a time, which takes longer than most transformations of a record. Here many indices are followed at
+once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def record_stream(
     ahead: int,
     feed: int | None = None,
 ) -> grain.IterDataset:
-    """Returns the stream that ``records.to_iter_dataset(options)`` is, read by our rules.
+    """Returns ``records.to_iter_dataset(options)``, with our rules for failed reads.
 
     Args:
         records: The records.
@@ -67,13 +67,14 @@ def record_stream(
         faults: The rules for failed reads.
         threads: Most threads that read ahead.
         ahead: Most records that are read ahead, or in one call if the source reads many in a call.
-        feed: Number of the feed; None in a stream that is no feed.
+        feed: Number of the feed; None if the stream is not a feed.
 
     Returns:
-        The stream. Its one parent is a `RecordReads`.
+        The stream. Its only parent is a `RecordReads`.
     """
     options = bounded(options, threads=threads, records=ahead)
-    # Which turn of a feed a bad record counts for is known only if the feed's own thread reads it.
+    # A bad record that is left out counts for the turn of its feed (the feed's rows of one batch).
+    # The turn is known only if the feed's own thread reads the record.
     if nodes.has_threads(options) and not faults.masks:
         return RecordReads(records, faults, feed, Contexts()).to_iter_dataset(options)
     reads = RecordReads(records, faults, feed, None)
@@ -81,16 +82,17 @@ def record_stream(
 
 
 class RecordReads(grain.MapDataset):
-    """The same records, of which those that fail are tried again, named, or left out.
+    """The same records, read by the rules for failed reads.
 
-    A record that is left out is None, as one that a filter leaves out: Grain's stream skips it.
+    A failed read is tried again. An error names its record. A record that is left out is None, like
+    a record that a filter drops: Grain's stream skips it.
 
     Args:
         records: The records.
         faults: The rules for failed reads.
-        feed: Number of the feed; None in a stream that is no feed.
-        contexts: The contexts in which the records are read, if threads of Grain's read them; None
-            if the calling thread is in these contexts.
+        feed: Number of the feed; None if the stream is not a feed.
+        contexts: The contexts to enter for each read, because Grain's threads read the records;
+            None if the calling thread is in the right contexts already.
 
     Attributes:
         reads_many: True if one call of the source for many records costs less than many calls.
@@ -101,7 +103,7 @@ class RecordReads(grain.MapDataset):
     ):
         super().__init__(records)
         self._records, self._faults, self._feed, self._contexts = records, faults, feed, contexts
-        # The routes of the last few blocks of `_BLOCK` records, by the first record of each.
+        # Caches the routes of the last few blocks of `_BLOCK` records, by a block's first record.
         self._block = functools.lru_cache(4)(functools.partial(_block, records))
         self.reads_many: bool = route(records, np.arange(0)).reads_many
 
@@ -109,30 +111,30 @@ class RecordReads(grain.MapDataset):
         return len(self._records)
 
     def __getitem__(self, index: Any) -> Any:
-        return (
-            self._read(index) if self._contexts is None else self._contexts.run(self._read, index)
-        )
+        read = self._read
+        return read(index) if self._contexts is None else self._contexts.run(read, index)
 
     def _read(self, index: int) -> Any:
         return next(self.elements(index, 1))
 
     def elements(self, start: int, most: int) -> Iterator[Any]:
-        """Yields the records from an index on, to the last one; None for one that is left out.
+        """Yields all records from `start` on; None for each record that is left out.
 
         Args:
             start: Index of the first record.
-            most: Most records that are looked up together. If the source reads many in a call, it
-                is asked for so many in a call.
+            most: Most records that are looked up together, and read in one call if the source reads
+                many in a call.
         """
         faults, stop = self._faults, start
         while stop < len(self):
-            start, first = stop, stop - stop % _BLOCK
-            stop = min(start + most, first + _BLOCK, len(self))
-            elements = iter(self._block(first).part(start - first, stop - first).each(faults))
+            start, block_start = stop, stop - stop % _BLOCK
+            stop = min(start + most, block_start + _BLOCK, len(self))
+            way = self._block(block_start).part(start - block_start, stop - block_start)
+            elements = iter(way.each(faults))
             for index in range(start, stop):
                 try:
                     element = next(elements)
-                except BaseException as error:  # an `Exception` is an `Unreadable`
+                except BaseException as error:  # for an `Exception`, `each` yields an `Unreadable`
                     error.add_note(f"grain_shard: while evaluating {self._name(index)}")
                     raise
                 if faults.masks:
@@ -146,15 +148,11 @@ class RecordReads(grain.MapDataset):
         return name_in(self._records, "the dataset before .to_iter_dataset", index)
 
     def leave_out(self, bad: Unreadable, index: int) -> None:
-        """Counts a record that cannot be read, so that it is left out.
-
-        Args:
-            bad: The placeholder of the record, with its error.
-            index: Index of the record.
+        """Counts a record that is left out, or raises its error if it may not be left out.
 
         Raises:
             BadRecordsError: There are too many bad records.
-            BaseException: The error, if the rules do not let the record be left out.
+            BaseException: The error of `bad`.
         """
         if not self._faults.may_leave_out(bad.error):
             with noting(f"while evaluating {self._name(index)}"):
@@ -164,10 +162,10 @@ class RecordReads(grain.MapDataset):
 
 
 class RecordStream(grain.IterDataset):
-    """The same records as a stream that the thread reads that asks, without threads of Grain's.
+    """The records as a stream that is read in the calling thread.
 
-    It does what ``.to_iter_dataset`` does with 0 threads. That takes 100 us for each record, ten
-    times as long as to read one from memory.
+    This replaces ``.to_iter_dataset`` with 0 threads, which takes 100 us per record, ten times as
+    long as reading a record from memory.
 
     Args:
         reads: The records.
@@ -183,7 +181,7 @@ class RecordStream(grain.IterDataset):
 
 
 class _RecordIterator(grain.DatasetIterator):
-    """An iterator over records, whose state has the form of Grain's own state."""
+    """An iterator over the records, with a state of the same form as Grain's."""
 
     def __init__(self, reads: RecordReads, most: int):
         super().__init__()

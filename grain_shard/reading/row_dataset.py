@@ -73,10 +73,10 @@ class RowMapDataset(grain.MapDataset):
         return self.host_rows.reads_rows_alone
 
     def whole(self) -> RowMapDataset:
-        """Returns a dataset of whole batches, of which rows can be chosen.
+        """Returns a dataset of whole batches, from which a stage can choose rows.
 
-        If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
-        then read together, even if only some of them are needed.
+        If rows were chosen already, the chosen rows of a batch count as a whole batch, and are read
+        together even if only some of them are needed.
         """
         if self.host_rows.layout is None:
             return self
@@ -95,14 +95,14 @@ class RowMapDataset(grain.MapDataset):
                 not a positive integer.
         """
         batching = self.host_rows
-        if not batching.counts_records or not (reseed_each_epoch or batching.has_several_sizes):
-            return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
-        if not reseed_each_epoch:
+        if batching.has_several_sizes and not reseed_each_epoch:
             raise ShardingError(
                 "batches whose size changes cannot be repeated with reseed_each_epoch=False.",
                 remedy="call .repeat on the records, before BatchSchedule. A batch may then hold"
                 " records of two epochs.",
             )
+        if not (batching.counts_records and reseed_each_epoch):
+            return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
         if num_epochs is not None:
             require_int("num_epochs", num_epochs, 1)
         return self.after(batching.repeated(num_epochs or sys.maxsize))

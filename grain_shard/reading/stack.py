@@ -29,11 +29,10 @@ from grain_shard.trees import (
     leaves_of,
 )
 
-# About this many bytes of rows are made before they are written into the batch. More bytes would
-# need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
+# About this many bytes of rows are made before they are written to the batch. With more, they would
+# need much memory besides the batch. With fewer, small rows would take many writes.
 _BYTES_AT_A_TIME = 2**20
-# The structure of all rows is learned from the first readable record. At most this many records are
-# tried.
+# At most this many records are tried to find a readable one, whose structure all rows must have.
 _MOST_LOOKED_AT = 1000
 
 # The types of masked arrays and of masked scalars.
@@ -103,12 +102,12 @@ class RowStacker:
         Several threads may call this at the same time, for different rows.
 
         Args:
-            arrays: The arrays that `empty` has returned.
+            arrays: The arrays that `empty` returned.
             rows: Trees of arrays and scalars; each must have the same structure.
             start: Position in the arrays of the first row to write.
             origins: The origin of each row, for messages.
             read_leaves: Returns the rows with arrays in place of leaves of other libraries. It is
-                called if there may be such leaves.
+                called only if the rows have leaves that are not arrays.
 
         Raises:
             ShardingError: A row has another structure, shape or dtype.
@@ -142,7 +141,7 @@ class RowStacker:
         )
 
     def _leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
-        """Returns the leaves of all rows in one list: all leaves of the first row come first.
+        """Returns the leaves of all rows in one list: those of the first row, the second, etc.
 
         Args:
             rows: The rows.
@@ -151,7 +150,7 @@ class RowStacker:
         Raises:
             ShardingError: A row has another structure.
         """
-        # All rows in one call: flattening them one by one costs more than copying them.
+        # All rows are flattened in one call. One by one, that would cost more than copying them.
         try:
             leaves, structure = jax.tree.flatten(tuple(rows))
         except ValueError:
@@ -168,7 +167,7 @@ class RowStacker:
         return leaves
 
     def _check(self, i: int, column: Sequence[Any], origins: Iterable[Any]) -> None:
-        """Checks the shape and dtype of one leaf in many rows.
+        """Checks that one leaf has the same shape and dtype in many rows.
 
         Args:
             i: The number of the leaf.
@@ -178,6 +177,7 @@ class RowStacker:
         Raises:
             ShardingError: The leaf has another shape or dtype in one of the rows.
         """
+        # First all rows at once, which is fast. Only if a row differs, row by row to name it.
         like, text, types = self.likes[i], self._is_text[i], set(map(type, column))
         if text:
             fits = not like.ndim and types == {type(like.item())}
@@ -207,11 +207,7 @@ class RowStacker:
         return f"in {self._name(origin)}, the {part}"
 
     def _fits(self, columns: Iterable[Columns]) -> bool:
-        """Returns True if the arrays of all sources have the structure, shapes and dtypes of rows.
-
-        Args:
-            columns: The arrays of each source; each row of them becomes a row of the batch.
-        """
+        """Returns True if the rows of all sources' arrays can be rows of this batch."""
         return all(
             structure == self.structure
             and [(array.shape[1:], array.dtype) for array in arrays] == self._kinds
@@ -219,6 +215,7 @@ class RowStacker:
         )
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
+        """Raises the error for a row of another structure, with the leaves that one row lacks."""
         found, first = set(flatten(row)[0]), set(self.paths)
         name, first_name = self._name(origin), self._name(self._first)
         only = (found - first, name, first_name), (first - found, first_name, name)
@@ -237,10 +234,7 @@ class RowStacker:
 
 
 def check_rows(rows: Sequence[Any]) -> None:
-    """Checks the rows of a batch that Grain's own ``.batch`` could not stack.
-
-    Args:
-        rows: The rows.
+    """Finds out why Grain's own ``.batch`` could not stack some rows.
 
     Raises:
         ShardingError: The rows cannot be stacked. The message names a row and a leaf.
@@ -278,12 +272,12 @@ class RowTemplate:
         return self._stacker is not None
 
     def stacker(self, faults: Faults, known: Callable[[], KnownRow] | None = None) -> RowStacker:
-        """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
+        """Returns the `RowStacker` of this pipeline. The first call makes it, from one row.
 
         Args:
             faults: The rules for failed reads.
-            known: Returns a row that was read already, and the index of its record. If there is no
-                stacker yet, it is made of this row. Without `known`, a record is read for it.
+            known: Returns the row to make it from, which was read already, and the index of its
+                record. Without `known`, the first readable record is read.
 
         Raises:
             BadRecordsError: None of the first records can be read.
@@ -294,7 +288,7 @@ class RowTemplate:
             with self._learning:
                 if self._stacker is None:
                     row, record = known() if known else self._first(faults)
-                    # No method of self: that cycle would keep the records in memory.
+                    # Not a method of self: that reference cycle would keep the records in memory.
                     name = functools.partial(name_in, self.records, BEFORE_BATCH)
                     stacker = RowStacker(row, name, record)
                     self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
@@ -329,19 +323,15 @@ def _is_bytes(text: np.ndarray) -> bool:
 
 
 def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts an object array of strings to NumPy's string dtype, unless characters would be lost.
+    """Converts an object array of strings or bytes to NumPy's string dtype, as wide as the longest.
 
     Args:
-        objects: An object array of strings or bytes.
+        objects: The array. It stays an object array if a string ends in a NUL character, which
+            NumPy's string dtypes would drop.
         dtype: The string dtype of a row. Its width is not used.
-
-    Returns:
-        An array of NumPy's string dtype, as wide as the longest string. An object array if a string
-        ends in a NUL character, which NumPy's string dtype would drop.
     """
     texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
-    # NumPy would take the result of `str` for the text, which an enum of strings changes.
+    # NumPy would call `str` on a string, which gives another text for an enum of strings.
     texts = [str.__str__(text) if isinstance(text, str) else text for text in texts]
-    # NumPy's string dtypes drop NUL characters at the end of a string. Such strings stay objects.
     ends_in_nul = any(text[-1:] in ("\0", b"\0") for text in texts)
     return np.array(texts, object if ends_in_nul else dtype.type).reshape(objects.shape)

@@ -1,4 +1,4 @@
-"""`TransformationDigest`: a digest of transformations, by which a restore finds what changed."""
+"""`TransformationDigest`: a digest of transformations that shows which one has changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# Characters of the digest of all transformations, with six bits each. One more character follows
-# for each of the first transformations. A state has less than 200 bytes, so there are few.
+# A digest has `_OF_ALL` characters for all transformations together, and then one for each of the
+# first `_MOST_NODES`. A character has six bits. A longer digest would not fit in the 200 bytes of a
+# state.
 _OF_ALL, _MOST_NODES = 4, 8
 # Grain's name for the node of a transformation, such as "MapMapDataset(transform=decode)".
 _NODE = re.compile(r"(?P<kind>\w+?)(Map|Iter)Dataset\b(\(transform=(?P<function>.*)\))?")
@@ -19,7 +20,7 @@ _METHODS = {"with_options": "seed", "mixed": "mix", "prefetch": "to_iter_dataset
 
 
 class TransformationDigest(str):
-    """The digest of the transformations of a pipeline, which also knows their names.
+    """The digest of a pipeline's transformations, with their names.
 
     Attributes:
         names: The names of the transformations, from the source on.
@@ -29,11 +30,7 @@ class TransformationDigest(str):
 
     @classmethod
     def of(cls, described: Sequence[tuple[str, Any]]) -> TransformationDigest:
-        """Returns the digest of some transformations.
-
-        Args:
-            described: The text and the arguments of each transformation, from the source on.
-        """
+        """Returns the digest of transformations: the text and arguments of each, source first."""
         nodes = "".join(_characters(node, 1) for node in described[:_MOST_NODES])
         digest = cls(_characters(described, _OF_ALL) + nodes)
         digest.names = [_name(text) for text, _ in described]
@@ -55,7 +52,7 @@ class TransformationDigest(str):
         Returns:
             The sentence; "" if the digests do not show the transformation.
         """
-        before, after = saved[_OF_ALL:], self[_OF_ALL:]
+        before, after = saved[_OF_ALL:], self[_OF_ALL:]  # a character for each transformation
         for change, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after).get_opcodes():
             now = " and ".join(self.names[j1:j2])
             where = f" after {self.names[j1 - 1]}" if j1 else ""
@@ -71,7 +68,7 @@ class TransformationDigest(str):
 
 
 def _characters(value: Any, count: int) -> str:
-    """Returns a digest of the repr of a value, of some characters with six bits each."""
+    """Returns a digest of the repr of a value, with `count` characters."""
     return base64.urlsafe_b64encode(hashlib.sha256(repr(value).encode()).digest())[:count].decode()
 
 

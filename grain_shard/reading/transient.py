@@ -32,10 +32,10 @@ _BUSY = 408, 425, 429
 def is_transient(error: Exception) -> bool:
     """Returns whether a second try may succeed after a source raised this error.
 
-    A second try may succeed after an `OSError`, which includes `TimeoutError`. It cannot if a file
-    does not exist or may not be read, or if a disk is full. It may also succeed after the answer of
-    a busy or failed server, as `google.api_core` raises it, after an HTTP answer that breaks off,
-    and after an error that `google.auth` marks as retryable.
+    It may succeed after an `OSError`, which includes `TimeoutError`, unless a file does not exist
+    or may not be read, or a disk is full. It may also succeed after the answer of a busy or failed
+    server (as in `google.api_core`), after an HTTP answer that breaks off, and after an error that
+    `google.auth` marks as retryable.
 
     Example:
         >>> [is_transient(e) for e in (ConnectionResetError(), FileNotFoundError(), ValueError())]

@@ -96,7 +96,10 @@ class WholeBatches:
         return batch.rows
 
     def check_record(self, batch: FlatBatch) -> None:
-        """Checks a record if the first batch may have the keys of mappings for their values.
+        """Checks that Grain has not stacked the keys of a mapping in place of its values.
+
+        Grain does that if JAX does not know the type of the mapping. A record is read to find out,
+        but only for the first batch, and only if that batch looks as if it holds keys.
 
         Raises:
             ShardingError: The records have a mapping that JAX does not know.
@@ -104,7 +107,7 @@ class WholeBatches:
         node = None if self.made_of is None else self.made_of.node
         if node is None or not node.stacks or self._is_checked:
             return
-        # The keys of each record are a row: of text, or the same for all records.
+        # Rows made of keys are text, or are the same for all records.
         rows = [array for array in batch.arrays if array.ndim > 1]
         if any(is_text(array) or (array == array[:1]).all() for array in rows):
             check_record(node.records[0], is_changed_later=True)
@@ -112,13 +115,13 @@ class WholeBatches:
 
 
 class _WholeBatch(BatchBuilder):
-    """The builder of a batch that is read as one element of a dataset of batches."""
+    """Builds a batch that is read as one element of a dataset of batches."""
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
         ds, (epoch, record, _, size, after) = batching.batches.ds, batching.cuts.cut(index)
-        # The index of the batch in the dataset, which also counts batches that the chain drops.
+        # The index of the batch in the dataset, whose batches include those that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
-        # Without padding this is unused. It is not computed then, because it may read a batch.
+        # Without padding this number is unused, and is not computed, because that may read a batch.
         padded = 0 if batching.padding is None else batching.host_batch_sizes[0]
         way, template = Route(ds, below), RowTemplate(ds)
         super().__init__(index, after, below, way, template, faults, padded, batching.padding)
@@ -126,7 +129,7 @@ class _WholeBatch(BatchBuilder):
         self._batch: FlatBatch | None = None
 
     def _put(self, elements: Elements, start: int) -> None:
-        """Keeps the chosen rows of the batch, as copies.
+        """Keeps copies of the rows that this host needs of the batch, the only element.
 
         Raises:
             ShardingError: The batch has an unexpected number of rows.
@@ -136,6 +139,7 @@ class _WholeBatch(BatchBuilder):
         batching.batches.check_record(flat)
         made_of = batching.batches.made_of
         if made_of is not None:
+            # If batches were sliced or shuffled, only `made_of` knows the records of a batch.
             cuts = batching.cuts if made_of.sliced is None else made_of
             existing = cuts.cut(self.index).num_records
             if flat.rows != existing:
@@ -147,7 +151,7 @@ class _WholeBatch(BatchBuilder):
                     " batch size.",
                 )
         if batching.layout is not None:
-            ((size, rows),) = batching.kept.items()
+            ((size, rows),) = batching.kept.items()  # only a `BatchSchedule` has several sizes
             if flat.rows > size:
                 flat.refuse(
                     f"batch {self.index} has {flat.rows} rows, more than the {size} of a full"
@@ -168,15 +172,15 @@ class _WholeBatch(BatchBuilder):
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> FlatBatch:
-    """Returns a batch of copies of the chosen rows, and of scalars, which belong to every row.
+    """Returns a batch with copies of the chosen rows and of all scalars.
 
     The rows are copied for two reasons. The maker of the batch may reuse its arrays. And a view of
     Grain's shared memory loses its offset when a worker process sends it.
 
     Args:
         batch: The batch.
-        rows: int64[n], the row numbers to take, ascending; None for all. Numbers of rows that the
-            batch does not have are skipped.
+        rows: int64[n], the row numbers to take, ascending; None for all. Numbers past the last row
+            of the batch are skipped.
     """
     existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
     taken: list[np.ndarray] = []
@@ -185,8 +189,8 @@ def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> FlatBatch:
         if not array.ndim or len(existing) == batch.rows:
             taken.append(copied(array))
             continue
-        rows_of = empty((len(existing), *array.shape[1:]), array.dtype)
-        # By default, numpy would first gather into a temporary buffer. "clip" avoids that. It
+        chosen = empty((len(existing), *array.shape[1:]), array.dtype)
+        # By default, numpy would first gather into a temporary buffer. "clip" avoids that, and
         # changes no row number, because all row numbers are in bounds.
-        taken.append(np.take(array, existing, axis=0, out=rows_of, mode="clip"))
+        taken.append(np.take(array, existing, axis=0, out=chosen, mode="clip"))
     return FlatBatch(taken, batch.structure, len(existing))

@@ -58,7 +58,7 @@ class ArraySource:
                     leaf=describe_leaf(array),
                     remedy="give all arrays the same number of rows: one row per record.",
                 )
-        # A batch gathers rows itself from NumPy arrays; None if there are other arrays.
+        # The arrays from which a batch gathers its rows itself; None if some are not NumPy's.
         in_memory = all(isinstance(array, np.ndarray) for array in self._arrays)
         self._columns = Columns(self._arrays, self._structure) if in_memory else None
 
