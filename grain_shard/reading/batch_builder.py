@@ -194,7 +194,7 @@ class BatchBuilder:
         fails again is named, and its new error is returned.
 
         Args:
-            bad: The placeholder of the record, with its error.
+            bad: The record's `Unreadable`, with its error.
             start: Position of the record among the records of the batch.
         """
         error = bad.error

@@ -352,7 +352,7 @@ class Faults(Recovery):
         """Counts and logs a bad record, which is left out.
 
         Args:
-            bad: The placeholder of the record, with its error.
+            bad: The record's `Unreadable`, with its error.
             records: The dataset of the record.
             record: Index of the record in that dataset, as in `BadRecord`.
             feed: Number of the record's feed; None in a pipeline without feeds.
