@@ -1,16 +1,16 @@
 """`Alarm`: if one host of an iterator fails, or its process ends too early, all hosts stop.
 
-In random access, hosts make their batches without communication. So they do not notice that one
-host has failed, and go on to the next collective. The collective waits for the failed host, and
-Python cannot interrupt it. Therefore a host whose iterator raises an error tells the other hosts,
-through the `Listener` of its process. On the other hosts the iterator then raises an error, too.
+In random access, hosts make their batches without communication. The other hosts would not notice
+that one host has failed, and would wait for it in the next collective, which Python cannot
+interrupt. So a host whose iterator raises an error tells the other hosts, through the `Listener` of
+its process, and their iterators raise an error as well.
 
-A process that ends tells how many batches its loops were handed. This stops each host that was
-handed more batches of the same iterator, and no other host.
+A process that ends tells the others how many batches its training loops received. This stops a host
+that received more batches of the same iterator, and no other host.
 
-The training loop of another host may be blocked in a collective, so that it does not ask its
-iterator for a batch. The blocked process then prints the stack of each thread and ends. With
-GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
+A training loop that is already blocked in a collective does not call `next` again. Its process
+prints the stacks of its threads and ends. With GRAIN_SHARD_END_PROCESS=0, for notebooks and
+supervisors, the process does not end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grain_shard.threads.pool import Pool
 
 
 class Alarm:
-    """The failures of one iterator that this host knows of, on this host and on others.
+    """What this host knows of the failures of one iterator, on this host and on others.
 
     The loop's thread and the listening thread call the methods.
 
@@ -38,7 +38,7 @@ class Alarm:
         stage: The batches that the training loop takes.
         first: Number of batches before the first one of `stage`.
         total: Number of all batches, with those before `stage`; None if it is not known.
-        tell: Tells the other hosts an error, which stops them.
+        tell: Sends the text of an error to the other hosts, which stops them.
 
     Attributes:
         series: The name of the iterator, the same on all hosts.
@@ -62,7 +62,7 @@ class Alarm:
         self._taken = self.asked = 0
         self._failure: AgreementError | None = None
         self.all_know = self.is_agreed = self._is_at_end = False
-        self._is_over = False  # True after an error, at the end, and after `close`
+        self._is_over = False  # True once the loop needs no more batches: error, end or `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         self._blocked: Blocked | None = None
         self._ended: dict[int, str] = {}  # the end of the process, in words, by host
@@ -74,16 +74,16 @@ class Alarm:
 
     @property
     def may_go_on(self) -> bool:
-        """True if other hosts may take more batches than this host's loop was handed."""
+        """True if other hosts may take more batches than this host's loop has received."""
         return self.is_agreed and not self.all_know and not self._is_at_end
 
     @property
     def taken(self) -> int:
-        """Number of batches of `stage` that the training loop was handed."""
+        """Number of batches of `stage` that the training loop has received."""
         return self._taken if (stage := self._stage) is None else stage.taken
 
     def asks(self) -> None:
-        """Notes that the training loop asks for a batch. Each ``next`` calls this.
+        """Notes that the training loop asks for a batch: each ``next`` begins with this call.
 
         Raises:
             AgreementError: Another host has failed.
@@ -93,10 +93,10 @@ class Alarm:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raises an error if another host has failed.
+        """Raises the failure of another host, if there is one.
 
         Raises:
-            AgreementError: Another host has failed. The message has the host and its error.
+            AgreementError: Another host has failed. The message names the host and its error.
         """
         if (failure := self._failure) is not None:
             self._is_over = True
@@ -105,8 +105,8 @@ class Alarm:
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts of an error that the iterator raises on this host.
 
-        A second call does nothing, because the iterator raises the same error again. Neither does a
-        call with an error that all hosts of the iterator raise.
+        They are told only once, because the iterator keeps raising the error. They are not told of
+        an error that all hosts raise, such as the verdict of a round.
         """
         all_know = self.all_know or getattr(error, "series", "") == self.series
         self.all_know = self._is_over = True
@@ -116,12 +116,12 @@ class Alarm:
             )
 
     def hear(self, text: str) -> None:
-        """Stops the iterator, because another host has failed. A second call does nothing.
+        """Stops the iterator, because another host has failed.
 
         Args:
-            text: The error for this host.
+            text: The message of the error that this host raises.
         """
-        if self.all_know:
+        if self.all_know:  # only the first failure counts
             return
         logging.error("grain_shard: %s", text)
         self._failure, self.all_know = AgreementError(text), True
@@ -133,12 +133,13 @@ class Alarm:
     def hear_end(self, host: int, batches: int, error: str | None) -> None:
         """Notes that the process of another host has ended before the end of the data.
 
-        If this host's loop was handed more batches, this stops all hosts.
+        All hosts stop if this host's loop has received more batches: the other host will never
+        join the step of the next one.
 
         Args:
             host: The other host.
-            batches: Number of batches that its loop was handed.
-            error: The last error that nothing handled in the process; None if there was none.
+            batches: Number of batches that its loop received.
+            error: The uncaught error that ended the process; None if there was none.
         """
         after = f"after batch {self._first + batches:,}{self._of}"
         self._ended[host] = f"the process of host {host} ended {after}" + (
@@ -151,12 +152,12 @@ class Alarm:
         """Stops all hosts if this host waits for the vote of a process that has ended.
 
         Args:
-            missing: Returns the hosts whose votes this host waits for.
+            missing: Returns the hosts that have not voted yet.
 
         Raises:
             AgreementError: A process has ended, and cannot vote.
         """
-        if self._ended:  # otherwise the store need not be asked
+        if self._ended:  # `missing` asks the store, which is not needed otherwise
             for host in self._ended.keys() & missing():
                 self._stop(host, f"host {self._host} waits for its next batch")
         self.raise_failure()
@@ -172,22 +173,22 @@ class Alarm:
             self._tell(text)
 
     def is_blocked(self, asked: int, pause_s: float) -> bool:
-        """Returns True if this process has to end, because its loop is blocked after a failure.
+        """Returns True if this process must end, because its loop is blocked after a failure.
 
         Args:
             asked: Number of times that the loops of this process have asked for a batch.
-            pause_s: Seconds since the last look.
+            pause_s: Seconds since the last call.
         """
         blocked = None if self._is_over else self._blocked
         return blocked is not None and blocked.look(self._loop, asked, pause_s)
 
     def end(self) -> None:
-        """Notes that the training loop has got all batches."""
+        """Notes that the training loop has received all batches."""
         self._is_at_end = self._is_over = True
 
     def close(self) -> None:
-        """Closes the alarm: the training loop takes no more batches."""
-        # The listener may keep this alarm in memory. The stage and the frames of an error refer to
-        # the iterator, which must not stay in memory.
+        """Notes that the training loop takes no more batches."""
+        # The listener may keep this alarm, which must not keep the iterator in memory. The stage
+        # and the traceback of the failure refer to the iterator.
         self._taken, self._is_over = self.taken, True
         self._stage = self._failure = None

@@ -12,17 +12,18 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-# A loop is blocked if it has not moved for so many seconds.
+# Seconds without a move after which a loop counts as blocked.
 _STILL_S = 10.0
-# An environment variable. If it is "0", a process does not end when its training loop is blocked.
+# An environment variable. If it is "0", a process whose training loop is blocked does not end.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
 class Blocked:
-    """Looks now and then if a training loop moves, once another host has failed.
+    """Checks now and then whether a training loop still moves, after another host has failed.
 
-    The loop is blocked if for 10 seconds its thread stays at one line and asks for no batch. Only
-    the pauses between the looks count: a machine that stands still for long blocks no loop.
+    The loop is blocked if its thread has stayed at one line for 10 seconds and has not asked for a
+    batch. The seconds are the pauses between the checks, not the clock's: so a machine that was
+    suspended does not seem blocked.
     """
 
     def __init__(self):
@@ -30,20 +31,21 @@ class Blocked:
         self._still_s = 0.0
 
     def look(self, thread: int, asked: int, pause_s: float) -> bool:
-        """Returns True if the loop is blocked, and this process has to end.
+        """Checks the loop once; returns True if it is blocked and this process must end.
 
-        The stacks of all threads are printed then.
+        A blocked loop is reported once, with the stacks of all threads.
 
         Args:
             thread: The identifier of the loop's thread.
-            asked: Number of times that this process's loops have asked for a batch.
-            pause_s: Seconds since the last look.
+            asked: Number of times that the loops of this process have asked for a batch.
+            pause_s: Seconds since the last call.
         """
         frame = sys._current_frames().get(thread)
         where = asked, id(frame), frame and frame.f_lineno
         self._still_s = self._still_s + pause_s if where == self._where else 0.0
         self._where = where
-        if not _STILL_S <= self._still_s < _STILL_S + pause_s:
+        is_first_report = self._still_s < _STILL_S + pause_s
+        if self._still_s < _STILL_S or not is_first_report:
             return False
         ends = os.environ.get(_END_PROCESS) != "0"
         try:

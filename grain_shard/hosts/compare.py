@@ -13,8 +13,8 @@ _MAX_CHARACTERS = 200  # longest value of a field in a message; the end of a lon
 # The field for the digest of the first whole batch. Hosts with rows="global" compare it, because
 # they say that all of them produce the same batches.
 FIRST_BATCH = 'first batch of rows="global"'
-# The fields that describe a pipeline. If hosts run the same script and one of these fields differs,
-# the usual reason is the one in `_DIVIDED`.
+# The fields that describe a pipeline. `_DIVIDED` is the usual reason why one of them differs among
+# hosts that run the same script.
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"
@@ -22,15 +22,14 @@ _DIVIDED = (
     " then gives each host its rows."
 )
 # The rows that a host's pipeline yields: the same whole batches on all hosts ("global"), rows of
-# its own ("local"), or the rows of its feeds ("feeds"). For "local" and "feeds" the hosts compare
-# one more field: their shards, and a digest of their rows of the first batch. Different feeds may
-# yield the same rows, so with "feeds" only hosts that run the same feeds are compared.
+# its own ("local"), or the rows of its feeds ("feeds"). `OWN_ROWS` has the field that hosts add for
+# "local" and "feeds": a pair of their shards and a digest of their rows of the first batch.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
-# The fields for the digest of the source's first record: as the host reads it, and as it is in the
-# state that the host has restored. A host without a digest is not compared.
+# The fields with the digest of the source's first record: as the host reads it, and as the state
+# has it that the host restored. A host without a digest is not compared.
 NOW, SAVED = "record 0 of the source", "record 0 in the state"
 _SAME = (
     "sort the list of files (a set, glob and os.listdir have no fixed order), give each random"
@@ -69,7 +68,7 @@ def compare(answers: Answers) -> Verdict:
     if lines:
         same = "run the same script with the same arguments, files and checkpoint on every host."
         divided = any(difference(name, answers) for name in _OF_THE_PIPELINE)
-        remedies.insert(0, same + _DIVIDED * divided)
+        remedies.insert(0, same + (_DIVIDED if divided else ""))
     lines += [line for line, _ in wrong_rows]
     problem = "the hosts do not run the same pipeline."
     return Verdict(error=_message(problem, lines, " Or ".join(remedies)))
@@ -105,14 +104,18 @@ def _message(problem: str, lines: Iterable[str], remedy: str) -> str:
 
 
 def _compare_records(answers: Answers) -> Verdict:
+    """Compares the source's first record between hosts, and with the one in a restored state.
+
+    Either may be missing: a stream has no record 0, and a new run has no state.
+    """
     read = {host: answer for host, answer in answers.items() if answer.get(NOW)}
     if line := difference(NOW, read):
         error = "the hosts read different records at the same index of their source."
-        remedy = f"{_SAME} and give all hosts all records: slice by no jax.process_index()."
+        remedy = f"{_SAME} and give all hosts all records: do not slice by jax.process_index()."
         return Verdict(error=_message(error, [line], remedy))
     now = next((answer[NOW] for answer in read.values()), "")
-    saved = next((answer[SAVED] for answer in answers.values() if answer.get(SAVED)), now)
-    if saved == now or not now:
+    saved = next((answer[SAVED] for answer in answers.values() if answer.get(SAVED)), "")
+    if not now or saved in ("", now):
         return Verdict(agreed=now)
     error = (
         "the source has changed since the state was saved: it has other records at the same index."
@@ -126,9 +129,9 @@ def _compare_records(answers: Answers) -> Verdict:
 
 
 def differences(answers: Answers) -> list[str]:
-    """Returns a line of text for each field that differs between hosts.
+    """Returns a line of text for each field that must be the same on all hosts and is not.
 
-    The digests of records are left out, and so are a host's own rows, which may differ.
+    The digests of records and of a host's own rows are left out: they are compared in other ways.
 
     Args:
         answers: The fields of each host, by host.
@@ -139,7 +142,7 @@ def differences(answers: Answers) -> list[str]:
 
 
 def difference(name: str, answers: Answers) -> str | None:
-    """Returns a line of text with each value of a field and the hosts that have this value.
+    """Returns a line such as ``seeds: 1 on hosts 0, 1; 7 on host 2``, if a field differs.
 
     Args:
         name: The name of the field.
@@ -163,17 +166,20 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[tuple[str, str]]:
-    """Returns a line and a remedy for each group of hosts with rows of other shards or feeds.
+    """Returns a line and a remedy for each group of hosts whose rows do not fit their shards.
 
-    Hosts with the same shards, or the same feeds, must have the same rows. Hosts with different
-    shards must have different rows. A host whose rows are all padding has the digest "", which
-    hosts with different shards may share.
+    Hosts with the same shards must have the same rows, and hosts with different shards different
+    rows. Two exceptions: rows that are all padding have the digest "" and fit any shards, and
+    different feeds may yield the same rows.
     """
-    local, of_feeds = (
-        {host: own[kind] for host, own in answers.items() if kind in own}
-        for kind in (OWN_ROWS[LOCAL], OWN_ROWS[OF_FEEDS])
-    )
-    by_digest = {host: (digest, shards) for host, (shards, digest) in local.items() if digest}
+
+    def own_rows(kind: str) -> dict[int, Sequence[Any]]:
+        """Returns the pairs (shards, digest of the rows), by host."""
+        field = OWN_ROWS[kind]
+        return {host: answer[field] for host, answer in answers.items() if field in answer}
+
+    local = own_rows(LOCAL)
+    digests_first = {host: (digest, shards) for host, (shards, digest) in local.items() if digest}
     shard = "shard the source by grain_shard.ShardByMesh(mesh, spec)"
     wrong = [
         (f"  rows: {hosts} hold the same shards, but their pipelines yield different rows", shard)
@@ -185,26 +191,27 @@ def _wrong_rows(answers: Answers) -> list[tuple[str, str]]:
             f'{shard}, or pass rows="global" if every host reads the whole batch or generates the'
             " same data",
         )
-        for hosts in _differing(by_digest)
+        for hosts in _differing(digests_first)
     ]
     wrong += [
         (
             f"  feeds: {hosts} run the same feeds, but get different rows",
             "let the stream that make_feed returns depend on shard_index and shard_count alone",
         )
-        for hosts in _differing(of_feeds)
+        for hosts in _differing(own_rows(OF_FEEDS))
     ]
     return [(line, f"{remedy}.") for line, remedy in wrong]
 
 
-def _differing(answers: Mapping[int, Sequence[Any]]) -> Iterator[str]:
-    """Yields a text for each group of hosts with the same first value and different second values.
+def _differing(pairs: Mapping[int, Sequence[Any]]) -> Iterator[str]:
+    """Yields the names of hosts whose pairs begin with the same value and end with others.
 
-    Args:
-        answers: A pair (first value, second value) for each host.
+    Example:
+        >>> list(_differing({0: ("a", 1), 1: ("a", 2), 2: ("b", 1), 3: ("b", 1)}))
+        ['hosts 0, 1']
     """
     groups: dict[str, dict[int, str]] = {}
-    for host, (first, second) in answers.items():
+    for host, (first, second) in pairs.items():
         groups.setdefault(str(first), {})[host] = str(second)
     for seconds in groups.values():
         if len(set(seconds.values())) > 1:
@@ -212,7 +219,7 @@ def _differing(answers: Mapping[int, Sequence[Any]]) -> Iterator[str]:
 
 
 def hosts_text(hosts: Any) -> str:
-    """Returns a text that names hosts, such as "hosts 0, 1". It names at most eight of them."""
+    """Returns a text such as "hosts 0, 1", with the numbers of at most eight hosts."""
     hosts = list(hosts)
     names = ", ".join(map(str, hosts[:8])) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
     return f"host {names}" if len(hosts) == 1 else f"hosts {names}"

@@ -3,9 +3,9 @@
 If the stream of one host ended earlier, the other hosts would wait for it in a collective for ever.
 So a batch is handed out only after all hosts have agreed to hand it out. They agree by votes, which
 are rounds over the key-value store (`rounds.py`). A thread of each host votes ahead of the training
-loop. It says how many batches this host has ready, and `decide` computes from all votes the number
-of batches that every host hands out next. The training loop waits for a vote only after it has used
-up the batches agreed on.
+loop: its vote is the number of batches that the host has ready. From all votes `decide` computes
+how many batches every host hands out next. The training loop waits for a vote only after it has
+used up the batches agreed on.
 
 All hosts take part in the same votes in the same order. A host votes once it has a new batch ready
 or has reached its end. So after each vote the training loops can go on, or the streams end.
@@ -41,8 +41,8 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> Verdict:
         answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
-        The verdict. If it is no `error`, the hosts have `agreed` on the number of batches that
-        every host hands out before the next vote. The number is 0 if all hosts end.
+        The verdict: an `error`; or the hosts have `agreed` on the number of batches that every
+        host hands out before the next vote, which is 0 if all hosts end.
 
     Example:
         >>> decide("pad", False, {0: 4, 1: 2, 2: 0}).agreed
@@ -51,7 +51,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> Verdict:
         0
     """
     ended = [host for host, ready in answers.items() if ready == 0]
-    if len(ended) in (0, len(answers)):
+    if len(ended) in (0, len(answers)):  # no stream has ended, or all have
         return Verdict(agreed=min(answers.values()))
     problem = (
         f"the streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]}) end"
@@ -71,22 +71,22 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> Verdict:
 
 
 class _Votes(Producer[int]):
-    """Takes part in the votes for this host.
+    """The votes of this host, each of which is one ``next`` of the voting thread.
 
-    Each item is the number of batches that all hosts have agreed to hand out, counted from the
-    first batch. The voting thread changes the attributes. Only `handed_out` is changed by the
-    training loop.
+    An item is the number of batches that all hosts have agreed to hand out, counted from the first
+    batch. The voting thread changes the attributes, except `handed_out`, which the training loop
+    changes.
 
     Args:
         read: This host's batches in host memory. A batch counts as ready once it is read, even
             before it is on the devices.
         rounds: The rounds in which the hosts vote.
         decide: Returns the verdict on the votes of all hosts.
-        require_voters: Raises an error if one of the hosts that its argument returns has ended.
+        require_voters: `Alarm.require_voters`.
 
     Attributes:
         agreed: Number of batches that all hosts have agreed to hand out.
-        handed_out: Number of batches that the training loop has got.
+        handed_out: Number of batches that the training loop has received.
         number: Number of votes that are over.
     """
 
@@ -103,10 +103,10 @@ class _Votes(Producer[int]):
         self._stopped = False
 
     def loop_waits(self, waited_s: float) -> None:
-        """Raises an error if the training loop waits for the other hosts in vain.
+        """Raises an error if a host that must vote has ended, or is late.
 
-        It waits for `timeout_s` at the first batch, and ten times as long later, because the loop
-        of another host may be busy.
+        The training loop calls this now and then while it waits for a vote. The first vote may take
+        `timeout_s`, and a later one ten times as long, because another host's loop may be busy.
 
         Args:
             waited_s: Seconds for which the loop has waited.
@@ -129,18 +129,18 @@ class _Votes(Producer[int]):
         return self.agreed
 
     def _vote(self, round_: str) -> int | None:
-        """Waits for batches and takes part in one vote.
+        """Waits until a vote is due, votes, and waits for the verdict.
 
         Args:
-            round_: The round of the vote.
+            round_: The name of the vote's round.
 
         Returns:
             The number of batches that every host hands out next, 0 at the end; None if the iterator
             was stopped.
 
         Raises:
-            BaseException: The error that follows this host's batches, if all of these batches are
-                agreed on.
+            BaseException: This host's stream failed, and all batches before the error are agreed
+                on. So the training loop gets the error in place of the next batch.
             AgreementError: The verdict is an error.
         """
         if not self._read.wait_for(self._is_worth_a_vote):
@@ -161,12 +161,11 @@ class _Votes(Producer[int]):
         return verdict.agreed
 
     def _is_worth_a_vote(self) -> bool:
-        """Returns True if a vote about the new batches is due.
+        """Returns True if a vote is due: on new batches, or on the end of the stream.
 
-        It is due once the end is known, or once there are as many new batches as agreed batches
-        that the loop has not got yet, and at least one. An earlier vote agrees on fewer batches, so
-        more votes are needed. A later vote leaves less time before the training loop needs the
-        verdict.
+        A vote on few batches would mean many votes, and a late vote lets the training loop wait for
+        the verdict. So a vote is due once there are as many new batches as agreed batches that the
+        loop has not received yet.
         """
         known = self._read.known()
         new, left = known.results - self.agreed, self.agreed - self.handed_out
@@ -186,11 +185,11 @@ class AgreedEnd(Producer[T]):
         remainder: The treatment of a host whose stream has ended: "pad", "drop" or "error"; see
             `decide`.
         same_rows: True if every host produces the same batches, so that all have to end at once.
-        padding: Returns a batch of padding on the devices. Its argument is the number of batches of
-            padding before this one.
-        require_voters: Raises an error if one of the hosts that its argument returns has ended.
+        padding: Returns a batch of padding on the devices, given the number of batches of padding
+            before it.
+        require_voters: `Alarm.require_voters`.
         on_wait: Called about once a second while the loop waits for data of this host, with the
-            seconds that the wait has lasted; None for no call.
+            seconds that the wait has lasted.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class AgreedEnd(Producer[T]):
         self._on_wait = on_wait
         self._counter, self._votes = counter(), _Votes(read, rounds, decider, require_voters)
         self._agreed = 0
-        self._voting = mapped(
+        self._voting = mapped(  # a thread that only draws items of `_votes`: each is a vote
             lambda agreed: agreed,
             self._votes,
             size=2,
@@ -233,20 +232,20 @@ class AgreedEnd(Producer[T]):
             self._wait_for_own_batch()
             self._wait_for_votes()
         known, taken = self._read.known(), self.taken
-        if known.results > taken or not isinstance(known.end, StopIteration):
-            batch = next(self._on_devices)
-        else:
+        has_ended = known.results <= taken and isinstance(known.end, StopIteration)
+        if has_ended:  # but the streams of other hosts go on
             batch = self._padding(taken - known.results)
+        else:
+            batch = next(self._on_devices)
         self._votes.handed_out += 1
         return batch
 
     def _wait_for_own_batch(self) -> None:
-        """Waits until this host has read its next batch, or will not need it any more.
+        """Waits until this host has read its next batch, or its stream or the votes have ended.
 
-        It needs no more batches if its stream has ended, or if the votes have: another host may
-        have ended or failed.
+        The votes end before the stream if another host has ended or failed.
         """
-        self._read.wake()  # the voting thread may have enough batches for a vote now
+        self._read.wake()  # the loop has taken a batch, so a vote may be due: `_is_worth_a_vote`
 
         def need_not_wait() -> bool:
             own, votes = self._read.known(), self._voting.known()
@@ -256,8 +255,6 @@ class AgreedEnd(Producer[T]):
 
     def _wait_for_votes(self) -> None:
         """Waits until all hosts have agreed to hand out the next batch.
-
-        This host now waits only for the votes of other hosts.
 
         Raises:
             StopIteration: All hosts end, or the iterator was stopped.

@@ -1,10 +1,9 @@
 """The files of a checkpoint with the states of feeds. A file's name has the numbers of its feeds.
 
-Hosts that hold the same shards run the same feeds. So each feed is saved by one host only: the
-first host that runs it. The host writes one file for each range of consecutive feeds, and no two
-hosts write the same file. A host that restores lists the folder, and reads only the files with
-feeds that it runs. So the number of hosts may have changed since the save. Four hosts with 16 feeds
-each write these files::
+Each feed is saved by the first of the hosts that run it: hosts that hold the same shards run the
+same feeds. The host writes one file for each range of consecutive feeds. A host that restores lists
+the folder, and reads only the files with feeds that it runs. So the number of hosts may have
+changed since the save. Four hosts with 16 feeds each write these files::
 
     feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
     feeds-00016-00031-of-00064.json
@@ -87,13 +86,13 @@ def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[in
 def read_feeds(
     directory: epath.Path, files: Sequence[FeedFile], run: Iterable[int]
 ) -> dict[str, Any]:
-    """Reads the files with the feeds of a host, and joins them to one state.
+    """Reads the files with the feeds of a host, and joins them into one state.
 
     Args:
         directory: The folder of the files.
         files: All files of the checkpoint.
-        run: The feeds that the host runs. If no file has any of them, the checkpoint belongs to
-            another pipeline. One file is then read, so that an error can name the difference.
+        run: The feeds that the host runs. If no file has any of them, another pipeline saved the
+            checkpoint. One file is then read, so that an error can name the difference.
 
     Returns:
         The state. It may have more feeds than the host runs.
@@ -103,9 +102,11 @@ def read_feeds(
             or differ in their step or pipeline.
     """
     files = _complete(directory, files)
-    ends = [file.last for file in files]
-    wanted = [files[bisect.bisect_left(ends, feed)] for feed in run if feed < files[0].num_feeds]
-    first, *others = dict.fromkeys(wanted or files[:1])
+    last_feeds = [file.last for file in files]
+    wanted = [
+        files[bisect.bisect_left(last_feeds, feed)] for feed in run if feed < files[0].num_feeds
+    ]
+    first, *others = dict.fromkeys(wanted or files[:1])  # each file once
     joined = _of_file(directory, first)
     for file in others:
         state = _of_file(directory, file)
@@ -121,7 +122,7 @@ def read_feeds(
 
 
 def _complete(directory: epath.Path, files: Iterable[FeedFile]) -> list[FeedFile]:
-    """Returns the files in the order of their feeds.
+    """Returns the files in the order of their feeds; an error if they are not one checkpoint.
 
     Only the names of the files are used. So every host gets the same result, or the same error.
 
@@ -129,7 +130,7 @@ def _complete(directory: epath.Path, files: Iterable[FeedFile]) -> list[FeedFile
         StateError: A feed is in no file or in two files, or files differ in the number of feeds.
     """
     files = sorted(files)
-    missing, end, num_feeds = [], 0, files[0].num_feeds
+    missing, end, num_feeds = [], 0, files[0].num_feeds  # feeds up to `end` are found or missing
     for before, file in zip(files[:1] + files, files, strict=False):
         if file.num_feeds != num_feeds:
             differ = f"{files[0].name} and {file.name} differ in the number of feeds"
@@ -180,8 +181,9 @@ def _runs(feeds: Iterable[int]) -> list[list[int]]:
         >>> _runs([0, 1, 2, 5, 6])
         [[0, 1, 2], [5, 6]]
     """
-    numbered = itertools.groupby(enumerate(feeds), lambda item: item[1] - item[0])
-    return [[feed for _, feed in of_run] for _, of_run in numbered]
+    # Among consecutive numbers, the difference between number and position stays the same.
+    grouped = itertools.groupby(enumerate(feeds), lambda item: item[1] - item[0])
+    return [[feed for _, feed in run] for _, run in grouped]
 
 
 def _described(feeds: range) -> str:

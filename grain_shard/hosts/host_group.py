@@ -1,7 +1,7 @@
 """`HostGroup`: the connection of an iterator to the same iterator on other hosts.
 
-The hosts compare their pipelines at the first batch. They vote on the end of streams, and tell
-each other of failures.
+The hosts compare their pipelines at the first batch, vote on the end of streams, and tell each
+other of failures.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 # The name of the round in which the hosts compare their pipelines.
 _START = "start"
-# The names of the two rounds of a save, by the number of the save. In the first the hosts compare
-# the batches at which their saved states are. In the second they say that they wrote their files.
+# The names of the two rounds of a save, with its number. In the first the hosts compare the batches
+# at which they save. In the second they say that their files are written.
 _SAVE, _WRITTEN = "save {}", "written {}"
 
 
@@ -34,10 +34,10 @@ class GroupSettings:
     """The hosts that run an iterator together, and the fields that they compare.
 
     Attributes:
-        kind: The kind of pipeline.
+        kind: The kind of pipeline, such as "stream".
         hosts: All hosts in the mesh.
-        series: Gives each iterator of the dataset a name that is the same on all hosts.
-        timeout_s: Longest time, in seconds, that a host waits for another.
+        series: Names each iterator of the dataset, the same on all hosts.
+        timeout_s: Most seconds that a host waits for another.
         fields: The fields that must be the same on all hosts and are known before the first batch.
         shards: The shards of the batch axis that this host holds.
     """
@@ -56,9 +56,9 @@ class HostGroup:
     Args:
         settings: The hosts of the iterator; None if it runs on this host alone. Then most methods
             do nothing.
-        first: Number of batches before the first one of this connection.
-        total: Number of all batches, with those before; None if it is not known.
-        retries: Returns the number of this host's reads that were tried again so far.
+        first: Number of batches of the pipeline before the first one of this connection.
+        total: Number of all batches of the pipeline; None if it is not known.
+        retries: Returns the number of this host's retries so far.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class HostGroup:
         self._rounds = settings and Rounds(settings.hosts, settings.timeout_s, settings.series)
         self._alarm: Alarm | None = None
         self._listener: Listener | None = None
-        self._agreed: str | None = None
+        self._agreed: str | None = None  # the result of `compare`
         self._saves, self._is_closed = 0, False
-        # The number of reads that were tried again, and how far a wait for data was at the last.
-        self._tried = (0, 0.0)
+        # For `waits`: the number of retries, and how long the loop had waited at the last of them.
+        self._retried, self._retried_at_s = 0, 0.0
 
     def until_agreed_end(
         self, on_devices: Pool[T], read: Pool[Any], **how: Any
@@ -111,7 +111,7 @@ class HostGroup:
             rounds.begin(self._settings.kind)
 
     def asks(self) -> None:
-        """Notes that the training loop asks for a batch. Each ``next`` of the iterator calls this.
+        """Notes that the training loop asks for a batch: each ``next`` begins with this call.
 
         Raises:
             AgreementError: Another host has failed.
@@ -122,8 +122,8 @@ class HostGroup:
     def waits(self, waited_s: float) -> None:
         """Raises an error if the training loop has waited too long for the data of its own host.
 
-        The other hosts wait for this host in a collective meanwhile, and cannot tell why. While
-        reads are tried again, the loop goes on waiting.
+        The other hosts meanwhile wait for this host in a collective, and cannot tell why. Each
+        retry of a read gives the loop the whole time again.
 
         Args:
             waited_s: Seconds for which ``next`` has waited.
@@ -133,10 +133,11 @@ class HostGroup:
         """
         if self._rounds is None:
             return
-        retries, tried_s = self._retries(), min(self._tried[1], waited_s)  # less in a new wait
-        self._tried = retries, waited_s if retries != self._tried[0] else tried_s
+        if (retries := self._retries()) != self._retried:
+            self._retried, self._retried_at_s = retries, waited_s
+        self._retried_at_s = min(self._retried_at_s, waited_s)  # a new wait begins at 0 s
         host, timeout_s = self._rounds.host, self._rounds.timeout_s
-        if waited_s - self._tried[1] > timeout_s:
+        if waited_s - self._retried_at_s > timeout_s:
             raise HostTimeoutError(
                 f"host {host} has waited {waited_s:.0f} s for the data of its next batch"
                 f" (timeout_s={timeout_s:g}), and the other hosts wait for host {host}.\n"
@@ -145,7 +146,7 @@ class HostGroup:
             )
 
     def check(self) -> None:
-        """Raises an error if another host has failed.
+        """Raises the failure of another host, if there is one.
 
         Raises:
             AgreementError: Another host has failed.
@@ -154,12 +155,12 @@ class HostGroup:
             self._alarm.raise_failure()
 
     def compare(self, fields: Mapping[str, Any], digest: str | None = None) -> str:
-        """Compares the pipeline with other hosts' pipelines, and a record with a restored state.
+        """Compares the pipelines of all hosts, and the source's first record with a restored state.
 
-        Only the first call compares. A later call returns the same result.
+        Only the first call compares. A later call returns the result of the first.
 
         Args:
-            fields: Fields that must be the same on all hosts, besides `GroupSettings.fields`.
+            fields: More fields that must be the same on all hosts than `GroupSettings.fields`.
             digest: The digest of this host's rows of the first batch; None if there is no batch.
 
         Returns:
@@ -212,8 +213,8 @@ class HostGroup:
     def new_save(self) -> int:
         """Returns the number of a new save of the iterator, the same on all hosts.
 
-        Only the thread of the training loop may call this. In that thread all hosts save and open
-        their iterators in the same order.
+        Only the training loop's thread may call this, because in that thread all hosts save and
+        open iterators in the same order.
         """
         if self._rounds is not None:
             self._begin(self._rounds)
@@ -223,12 +224,12 @@ class HostGroup:
     def compare_positions(self, save: int, fields: Mapping[str, Any]) -> None:
         """Raises an error unless all hosts save at the same batch.
 
-        Before the first batch this does nothing.
+        Nothing is compared before the first batch.
 
         Args:
             save: The number of the save.
             fields: The position at which this host saves, for example ``{"next batch": 8}``. It is
-                empty for a stream, whose batches are not counted. Then nothing is compared.
+                empty for a stream, whose batches are not counted, so that nothing is compared.
 
         Raises:
             AgreementError: A host is at another batch, or has failed.
@@ -244,7 +245,8 @@ class HostGroup:
             stopped=lambda: self._is_stopped,
             patience=LOOPS_MAY_TAKE,  # a host may first write a large model
         )
-        # A host that answers may still wait for the verdict of the save before, in another thread.
+        # All hosts answered, so they began this save. They may still read the verdict of the save
+        # before in another thread, but not the verdict of the save before that.
         self._rounds.forget(_SAVE.format(save - 2))
         self.check()
 
@@ -265,9 +267,6 @@ class HostGroup:
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
 
-        Args:
-            error: The error.
-
         Raises:
             AgreementError: Another host failed before, which stopped this host's iterator.
         """
@@ -282,7 +281,8 @@ class HostGroup:
             error: The interrupt, such as KeyboardInterrupt.
 
         Returns:
-            The error; None if this host does not listen to others yet, so that it may go on alone.
+            The error; None if the hosts have not begun to listen to each other: ``next`` may then
+            be called again.
         """
         alarm, rounds = self._alarm, self._rounds
         if alarm is None or rounds is None:
@@ -295,12 +295,12 @@ class HostGroup:
         )
 
     def ended(self, fields: Mapping[str, Any]) -> None:
-        """Notes that the training loop has got all batches.
+        """Notes that the training loop has received all batches.
 
-        If there was no batch, this compares the pipelines, which the first batch would have done.
+        If there was no batch at all, the pipelines are compared now.
 
         Args:
-            fields: Fields that must be the same on all hosts, besides `GroupSettings.fields`.
+            fields: As in `compare`.
 
         Raises:
             AgreementError: Another host has failed, which ended the batches; or a field differs.
@@ -311,7 +311,7 @@ class HostGroup:
             self._alarm.end()
 
     def close(self) -> None:
-        """Ends the connection: failures of other hosts are ignored. Any thread may call this."""
+        """Ends the connection: other hosts' failures no longer count. Any thread may call this."""
         self._is_closed = True
         if self._alarm is not None:
             self._alarm.close()

@@ -17,7 +17,7 @@ _MOST_BYTES = 2**23  # of a file, so that any file is read or refused within a s
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Returns texts as one text, of which the first few are shown; "nothing" if there are none."""
+    """Joins at most eight texts for a message; returns "nothing" if there are none."""
     shown = [text if text.isprintable() else repr(text) for text in texts[:_MOST_NAMES]]
     more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
     return ", ".join(shown) + more or "nothing"

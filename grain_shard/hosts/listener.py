@@ -1,11 +1,11 @@
-"""`Listener`: the thread of a process that hears of other hosts, for all its iterators.
+"""`Listener`: the thread of a process that hears of other hosts' failures, for all its iterators.
 
-Each host has one value in the key-value store, which all hosts read about twice a second. It has
-the errors of its iterators, and, once its process ends, the batches at which it left them.
+Each host puts one value into the key-value store, which all hosts read about twice a second: the
+errors of its iterators and, once its process ends, the number of batches that each loop received.
 
 After a failure, a process skips the usual exit, in which JAX would wait for the other hosts for
-minutes, and its status is 1. Only if no process ends by an error, and all of them end within 14
-seconds, the exit is the usual one: then all have handled the failure.
+minutes, and its status is 1. The exit is the usual one only if all processes end within 14 seconds
+and none by an error: then the programs have handled the failure.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from grain_shard.threads.pool import Pool
 
 # The topic under which each host tells the others of errors and of its end.
 _TOLD = "told"
-# Seconds between two looks. With more than 125 hosts it is four milliseconds for each host, because
-# the process of the first host has to serve the calls of all hosts.
+# Seconds between two looks at the store, while the program runs and at its exit. With many hosts it
+# is at least four milliseconds per host, because the first host's process serves all calls.
 _TURN_S, _FOR_A_HOST_S, _TURN_AT_EXIT_S = 0.5, 0.004, 0.2
-# Most seconds after a failure for which the first process waits until the others have ended. The
-# store is in the first process, and ends with it.
+# After a failure, most seconds that a process waits for the others to end. The store is in the
+# first process, and ends with it.
 _OTHERS_END_S = 14.0
-# Most seconds that a process waits at its exit for the listening thread to end; and for the other
-# hosts to leave their loops, too. Then JAX waits for them for 300 seconds.
+# At the exit, most seconds to wait for the listening thread; and, without a failure, for the other
+# hosts to leave their loops. After that JAX itself waits for them, for 300 seconds.
 _JOIN_S, _OTHERS_LEAVE_S = 30.0, 60.0
 
 
@@ -50,11 +50,12 @@ class Listener:
 
     def __init__(self):
         self._store = Store()
-        # By name: the iterators that are open, and those that other hosts may not have left yet.
+        # By name of the iterator. A closed iterator stays, because other hosts may still use it.
         self._alarms: dict[str, Alarm] = {}
-        # Errors by iterator. Once this process ends: the number of batches that each of its loops
-        # was handed that did not come to the end of the data, the error that ended it, and if it
-        # skips the usual exit.
+        # What this host tells the others. "failed": the text of an error, by iterator. Once this
+        # process ends: "left": the number of batches that each loop received, of loops that did not
+        # come to the end of the data; "error": the error that ended the process; "skips": if the
+        # process skips the usual exit.
         self._told: dict[str, Any] = {"failed": {}, "left": None, "error": None, "skips": False}
         self._another_skips = False
         self._telling = threading.Lock()
@@ -65,8 +66,7 @@ class Listener:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        # Exit hooks run in reverse order. So this hook runs before the hook of JAX, which waits for
-        # all hosts.
+        # Exit hooks run in reverse order, so this one runs before JAX's, which waits for all hosts.
         atexit.register(self._at_exit)
 
     def open(
@@ -76,15 +76,15 @@ class Listener:
         first: int,
         total: int | None,
     ) -> Alarm:
-        """Returns the alarm of a new iterator; the arguments are those of `Alarm`."""
+        """Returns the `Alarm` of a new iterator."""
         alarm = Alarm(rounds, stage, first, total, functools.partial(self._tell, rounds.name))
         self._alarms[alarm.series] = alarm
         return alarm
 
     def agreed(self) -> None:
-        """Notes that the hosts have begun an iterator together.
+        """Forgets earlier failures, because the hosts have begun another iterator together.
 
-        So they have handled all failures before, and have left the iterators that are closed here.
+        So all hosts have handled those failures, and no host uses an iterator that is closed here.
         """
         for alarm in list(self._alarms.values()):
             if alarm.is_closed:
@@ -113,7 +113,7 @@ class Listener:
             except AgreementError:
                 if not jax.distributed.is_initialized():
                     return
-                # Otherwise the store had too many calls at once, and the next look succeeds.
+                # The store had too many calls at once: the next look succeeds.
             except Exception:
                 logging.exception("grain_shard: a report of another host could not be handled")
             else:
@@ -121,46 +121,54 @@ class Listener:
                     self._end()
 
     def _look(self) -> bool:
-        """Hears what the other hosts have told; returns True if all processes have ended.
+        """Passes what other hosts tell on to the alarms; returns True if all processes have ended.
 
         Raises:
             AgreementError: The runtime has ended.
         """
-        told = self._store.get_all(_TOLD)
-        for host, of_host in told.items():
-            for series, text in of_host["failed"].items():
+        by_host = self._store.get_all(_TOLD)
+        for host, told in by_host.items():
+            for series, text in told["failed"].items():
                 if (alarm := self._alarms.get(series)) is not None and not alarm.all_know:
                     self._failed_at = self._failed_at or time.monotonic()
                     alarm.hear(text)
-            for series, batches in (of_host["left"] or {}).items():
+            for series, batches in (told["left"] or {}).items():
                 if host != self._store.host and series in self._alarms:
-                    self._alarms[series].hear_end(host, batches, of_host["error"])
-        self._another_skips = any(of_host["skips"] for of_host in told.values())
-        return sum(h["left"] is not None for h in told.values()) == jax.process_count()
+                    self._alarms[series].hear_end(host, batches, told["error"])
+        self._another_skips = any(told["skips"] for told in by_host.values())
+        num_ended = sum(told["left"] is not None for told in by_host.values())
+        return num_ended == jax.process_count()
 
     def _at_exit(self) -> None:
+        """Tells that this process ends, and decides how: an exit hook, in the main thread.
+
+        * Other hosts may still be in a loop that this process left. It waits until they have ended
+          too, for a minute at most, and then ends as usual.
+        * A host has failed, perhaps during that wait. If all processes end soon and without an
+          error, this one ends as usual. If not, it skips the usual exit.
+        """
         self._is_over.set()
         self._thread.join(_JOIN_S)
         # This error may be old. Only the way in which this process ends depends on it.
         error = getattr(sys, "last_value", None)
-        skips, all_ended, begun = False, False, time.monotonic()
+        skips, all_ended, began = False, False, time.monotonic()
         with contextlib.suppress(AgreementError):
-            waits = self._tell_end(error)
-            while (waits or self._failed_at) and not (skips or all_ended):
+            waits_for_loops = self._tell_end(error)
+            while (waits_for_loops or self._failed_at) and not (skips or all_ended):
                 time.sleep(self._turn_at_exit_s)
-                all_ended, waited_s = self._look(), time.monotonic() - begun
+                all_ended, waited_s = self._look(), time.monotonic() - began
                 if self._failed_at:
                     skips = bool(error) or self._another_skips or waited_s > _OTHERS_END_S
                 else:
-                    waits = waited_s < _OTHERS_LEAVE_S
+                    waits_for_loops = waited_s < _OTHERS_LEAVE_S
         if self._failed_at and (skips or not all_ended):
             self._end()
 
     def _tell_end(self, error: BaseException | None) -> bool:
-        """Tells that this process ends; returns True if other hosts may not have left its loops.
+        """Tells that this process ends; returns True if other hosts may still be in its loops.
 
         Args:
-            error: The last error that nothing handled; None if there was none.
+            error: The last uncaught error; None if there was none.
         """
         left = {a.series: a.taken for a in list(self._alarms.values()) if a.may_go_on}
         said = error and describe_error(error).partition("\n")[0]
@@ -184,5 +192,5 @@ class Listener:
 
 @functools.lru_cache(maxsize=1)  # by the client, as a restarted JAX runtime has a new one
 def listener_of(client: Any) -> Listener:
-    """Returns the listener of this process; the first call with a client starts it."""
+    """Returns the listener of this process, which the first call starts."""
     return Listener()

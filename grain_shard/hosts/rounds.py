@@ -22,12 +22,12 @@ from grain_shard.hosts.series import Series
 from grain_shard.hosts.verdict import Verdict
 
 # Milliseconds. A long wait is divided into calls of this length, so that it ends soon after the
-# iterator is closed. With more than 500 hosts a call lasts one millisecond for each host, because
-# the process of the first host has to serve the calls of all hosts.
+# iterator is closed. With more than 500 hosts a call lasts one millisecond per host, because the
+# first host's process serves all calls.
 _SLICE_MS = 500
-# In multiples of `timeout_s`: the time that another host's training loop may be busy.
+# Multiple of `timeout_s` for which another host's training loop may be busy.
 LOOPS_MAY_TAKE = 10
-# Seconds that the other hosts wait longer than the first host, so that its verdict reaches them.
+# Seconds that the other hosts wait longer than the first one, so that its verdict reaches them.
 _GRACE_S = 5.0
 # The first part of all keys of this package.
 _FOLDER = "grain_shard"
@@ -40,7 +40,8 @@ def _reaching_the_store(but: str | None = None) -> Iterator[None]:
     """Turns an error of the runtime into an `AgreementError` with the likely cause and a remedy.
 
     Args:
-        but: The code of an error that only ends the ``with`` block; None if there is no such code.
+        but: The code of an error that is swallowed, so that the program goes on after the ``with``
+            block.
     """
     try:
         yield
@@ -57,8 +58,8 @@ def _reaching_the_store(but: str | None = None) -> Iterator[None]:
 class Store:
     """The key-value store of JAX's distributed runtime, with JSON values that all hosts can read.
 
-    A topic is a key with one value for each host. Each method raises an `AgreementError` if the
-    store cannot be reached.
+    A topic has one value of each host. Each method raises an `AgreementError` if the store cannot
+    be reached.
 
     Attributes:
         host: Number of this host.
@@ -71,30 +72,17 @@ class Store:
         self.folder = _FOLDER
 
     def put(self, topic: str, value: Any) -> None:
-        """Puts this host's value of a topic. It replaces an earlier value. No host is waited for.
-
-        Args:
-            topic: The topic.
-            value: The value, as `json.dumps` takes it.
-        """
+        """Puts this host's value of a topic, in place of an earlier one, without a wait."""
         key, text = f"{self.folder}/{topic}/{self.host}", json.dumps(value)
-        # A store with too many calls at once cancels some of them. So a cancelled call is made once
+        # The store cancels some calls if it gets too many at once. So a cancelled call is made once
         # more. If the first call has put the value after all, a second time does no harm.
-        for may_fail in ("CANCELLED", None):
-            with _reaching_the_store(but=may_fail):
+        for swallowed in ("CANCELLED", None):
+            with _reaching_the_store(but=swallowed):
                 self._client.key_value_set(key, text, allow_overwrite=True)
                 break
 
     def put_once(self, key: str, value: Any) -> bool:
-        """Puts a value under a key, unless the key has a value already.
-
-        Args:
-            key: The key, which is the same for all hosts.
-            value: The value, as `json.dumps` takes it.
-
-        Returns:
-            False if the key had a value already.
-        """
+        """Puts a value under a key of all hosts; returns False if the key had a value already."""
         with _reaching_the_store(but="ALREADY_EXISTS"):
             self._client.key_value_set(f"{self.folder}/{key}", json.dumps(value))
             return True
@@ -102,26 +90,18 @@ class Store:
 
     @_reaching_the_store()
     def delete(self, key: str) -> None:
-        """Deletes the value of a key. For a topic with "/" at its end, deletes all its values."""
+        """Deletes the value of a key, or all values of a topic if the key ends with "/"."""
         self._client.key_value_delete(f"{self.folder}/{key}")
 
     @_reaching_the_store()
     def get_all(self, topic: str) -> dict[int, Any]:
-        """Returns the values of a topic that hosts have put by now, by host."""
+        """Returns the values of a topic that hosts have put so far, by host."""
         entries = self._client.key_value_dir_get(f"{self.folder}/{topic}/")
         values = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
         return dict(sorted(values.items()))
 
     def wait(self, key: str, wait_ms: int) -> Any:
-        """Waits for the value of a key.
-
-        Args:
-            key: The key.
-            wait_ms: The longest wait, in milliseconds.
-
-        Returns:
-            The value; None if the key has no value after this time.
-        """
+        """Waits for the value of a key, for `wait_ms` at most; returns None if there is none."""
         with _reaching_the_store(but="DEADLINE_EXCEEDED"):
             return json.loads(self._client.blocking_key_value_get(f"{self.folder}/{key}", wait_ms))
 
@@ -129,13 +109,12 @@ class Store:
 class Rounds(Store):
     """The rounds of one iterator, in which all its hosts take part.
 
-    In a round each host puts an answer, the first host computes a verdict from all answers, and
-    every host reads it. A round is a topic of the store.
+    A round is a topic of the store, with the answers of the hosts, and a key with the verdict.
 
     Args:
         hosts: The hosts that take part, including this one. The first one computes the verdicts.
-        timeout_s: Longest time, in seconds, that one host waits for another.
-        series: Gives the iterator a name that is the same on all hosts.
+        timeout_s: Most seconds that one host waits for another.
+        series: Names the iterator, the same on all hosts.
 
     Attributes:
         hosts: The argument `hosts`, as a list.
@@ -153,13 +132,14 @@ class Rounds(Store):
         self.name = ""
 
     def begin(self, kind: str) -> None:
-        """Names the iterator, and puts its description into the store.
+        """Names the iterator, and describes it to the other hosts. No round may begin before.
 
-        The rounds can be used after this. Only the thread of the training loop may call this: the
-        name has a counter, and in that thread all hosts open their iterators in the same order.
+        Only the training loop's thread may call this: the name has a counter, and in that thread
+        all hosts open their iterators in the same order.
 
         Args:
-            kind: The kind of pipeline. An error names it if hosts wait in different rounds.
+            kind: The kind of pipeline. If the hosts have opened different iterators, an error names
+                the kinds.
         """
         self.name, number = self._series.open(self.hosts)
         opened = {"kind": kind, "dataset made at": self._series.made_at, "iterator": number}
@@ -186,8 +166,7 @@ class Rounds(Store):
 
         Args:
             round_: The round.
-            decide: Computes the verdict from the answers, by host. Only the first host calls this
-                function.
+            decide: Computes the verdict from the answers, by host. Only the first host calls it.
             stopped: Returns True to end the wait without a verdict.
             patience: Number of times `timeout_s` that this host waits. A host that is not the first
                 waits 5 seconds longer, because the first host's verdict may come late.
@@ -211,13 +190,10 @@ class Rounds(Store):
         return None
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Verdict]) -> Verdict | None:
-        """Waits for the verdict for half a second at most, or longer with over 500 hosts.
+        """Waits for the verdict for about half a second; returns None if there is none yet.
 
-        The first host computes the verdict and posts it, once all hosts have answered. Until then,
-        it waits for one missing answer in each call.
-
-        Returns:
-            The verdict; None if there is no verdict yet.
+        The first host waits for answers instead. Once all hosts have answered, it computes the
+        verdict and posts it.
         """
         slice_ms = max(_SLICE_MS, len(self.hosts))
         if not self.is_leader:
@@ -225,8 +201,8 @@ class Rounds(Store):
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
         if missing:
-            # This waits for one of the missing answers. When it has come, most of the others have,
-            # too. The next call looks which answers are still missing.
+            # When one of the missing answers has come, most of the others have come as well. The
+            # next call finds out which ones are still missing.
             self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
         verdict = self._settle(round_, decide(answers))
@@ -234,21 +210,15 @@ class Rounds(Store):
         return verdict
 
     def forget(self, round_: str) -> None:
-        """Deletes the verdict of a round. Call it only after all hosts have read the verdict.
-
-        The first host deletes the verdict. On other hosts this does nothing.
-
-        Args:
-            round_: The round.
-        """
+        """Deletes the verdict of a round, on the first host. All hosts must have read it before."""
         if self.is_leader:
             self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Verdict) -> Verdict | None:
-        """Posts a verdict, unless the round has a verdict already; returns the verdict that counts.
+        """Posts a verdict, unless the round has one already; returns the verdict that counts.
 
-        Not only the first host posts: a host that stops waiting posts an error as the verdict. So a
-        first host that comes late reads the error, and does not go on alone.
+        The first host posts what it computed. A host that stops waiting posts an error as the
+        verdict: a first host that is late then gets the error, and does not go on alone.
         """
         is_first = self.put_once(_verdict(round_), verdict.to_json())
         return verdict if is_first else self._posted(round_, _SLICE_MS)
@@ -259,7 +229,7 @@ class Rounds(Store):
         return None if posted is None else Verdict.from_json(posted)
 
     def _raise_error_of(self, verdict: Verdict) -> None:
-        """Raises the error of a verdict, if it is one of the rounds themselves.
+        """Raises the error of a verdict, except `Verdict.changed`, which the caller raises.
 
         Raises:
             AgreementError: The verdict is an `error`.
@@ -277,10 +247,7 @@ class Rounds(Store):
     def late(self, silent: Sequence[int]) -> HostTimeoutError:
         """Returns the error for hosts that did not answer in time.
 
-        It also names differences between the iterators that the hosts opened last.
-
-        Args:
-            silent: The hosts.
+        The error also names what differs between the iterators that the hosts opened last.
         """
         of_all = Store().get_all(_OPENED)
         differing = differences({host: of_all[host] for host in self.hosts if host in of_all})

@@ -22,7 +22,7 @@ from grain_shard.hosts.json_files import listed, read_object, write_object
 KIND = "kind"
 RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
 
-# A key that is added to the state of a Grain iterator: the number of processes that saved states.
+# A key that is added to the state of a Grain iterator: the number of processes that saved it.
 PROCESSES = "processes"
 
 _SHARED = "state.json"
@@ -31,7 +31,7 @@ _NO_FEEDS = OwnFeeds()
 
 
 def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEEDS) -> None:
-    """Writes the state of this host's iterator into files. Every host has to call this.
+    """Writes the state of this host's iterator into files. Every host must call this.
 
     Args:
         directory: A folder that exists.
