@@ -21,7 +21,7 @@ class Columns(NamedTuple):
 
 
 class ArrayRows(Sequence[Any]):
-    """A sequence of records that are rows of arrays. A row is copied only when it is used.
+    """A sequence of records that are rows of arrays. A record is copied only when it is used.
 
     Args:
         columns: The arrays of each source of records.
@@ -35,20 +35,15 @@ class ArrayRows(Sequence[Any]):
 
     @classmethod
     def of(cls, columns: Columns, indices: np.ndarray) -> ArrayRows:
-        """Returns some rows of one source.
-
-        Args:
-            columns: The arrays of the source.
-            indices: int64[n], the rows.
-        """
+        """Returns the rows int64[n] of one source."""
         return cls([columns], np.zeros(len(indices), np.int64), indices)
 
     @classmethod
     def merged(cls, parts: Sequence[ArrayRows], part_of: np.ndarray) -> ArrayRows:
-        """Merges several sequences of records into one.
+        """Merges several sequences of records into one, in which the records of each stay in order.
 
         Args:
-            parts: The sequences. The records of each one stay in order.
+            parts: The sequences.
             part_of: int64[n], the sequence of each record of the result, as a position in `parts`.
         """
         columns: list[Columns] = []
@@ -85,9 +80,9 @@ class ArrayRows(Sequence[Any]):
                 here = np.flatnonzero(self._sources == number)
                 out[here] = columns.arrays[leaf][self._indices[here]]
         elif array.flags.c_contiguous:
-            # By default, np.take would first gather into a temporary buffer. "clip" avoids that.
+            # With its default mode, np.take would first gather into a temporary buffer.
             np.take(array, self._indices, axis=0, out=out, mode="clip")
         else:
-            # np.take would first copy all of an array that is not contiguous, for example the
+            # np.take would first copy the whole array if it is not contiguous, as are the
             # overlapping windows of a token file.
             out[...] = array[self._indices]

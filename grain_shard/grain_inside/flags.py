@@ -1,4 +1,4 @@
-"""absl's flags in other processes; and Grain's own flags, which it must read."""
+"""absl's flags: sent to other processes, and made readable for Grain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from absl import flags
 def flag_values() -> dict[str, Any]:
     """Returns the values of absl's flags, for another process; {} if nobody has parsed them.
 
-    Grain sends its own flags.
+    Grain's flags are left out, because Grain itself sends them to its workers.
     """
     if not flags.FLAGS.is_parsed():
         return {}
@@ -20,8 +20,8 @@ def flag_values() -> dict[str, Any]:
 def set_flags(values: dict[str, Any]) -> None:
     """Sets flags of this process to the `flag_values` of another one.
 
-    Without values nothing is set: absl then raises an error if a function reads a flag, as it does
-    in the other process.
+    Without values, the flags stay unparsed, and a function that reads a flag gets the same error of
+    absl as in the other process.
     """
     for name in values.keys() & set(flags.FLAGS):
         flags.FLAGS[name].value = values[name]
@@ -34,8 +34,7 @@ def let_grain_read_its_flags() -> None:
 
     Only ``absl.app.run`` parses the flags. A plain script, a notebook or pytest never calls it, and
     Grain would then fail with ``UnparsedFlagAccessError``. So Grain's own flags count as given on
-    the command line. All other flags stay as they are: to read them is an error before absl has
-    parsed them.
+    the command line. All other flags stay unparsed.
     """
     for name in filter(_is_grains, flags.FLAGS):
         flags.FLAGS[name].present = flags.FLAGS[name].present or 1

@@ -3,8 +3,8 @@
 ``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation has to be stored. The
 cipher is a Feistel network of 4 rounds with the round function of Simon
 (https://eprint.iacr.org/2013/404). Its keys come from C++'s ``std::seed_seq``. The cipher is
-repeated until the result is an index ("cycle walking"). Grain takes 5 us for one index. With arrays
-of indices, NumPy takes a fraction of that for each. `routes` compares some results with Grain's.
+repeated until the result is an index ("cycle walking"). Grain takes 5 us for one index. NumPy takes
+a fraction of that per index of an array. `routes` compares some results with Grain's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 _ROUNDS = 4
 # The cipher permutes 2**b numbers, where b is even and at least 16.
 _MIN_BLOCK_BITS = 16
-# The order of at most so many indices is computed once. To compute the order of a batch each time
-# takes up to 0.8 us a record, a tenth of the time in which records of an array are read.
+# Up to this many indices, the order of all of them is computed once and kept. Computed batch by
+# batch, it would take up to 0.8 us a record, a tenth of the time that reading an array takes.
 _MOST_IN_MEMORY = 2**21
-# With fewer indices than this, it takes many repetitions to reach one: 13,000 if there are 5.
+# Below this many indices, the cipher must be repeated often to reach one: 13,000 times for 5.
 _FEW = 1024
 
 
@@ -46,17 +46,17 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
 
 
 def loses_a_record(length: int) -> bool:
-    """Returns whether Grain's shuffle of so many records has one record twice and lacks another.
+    """Returns whether Grain's shuffle of `length` records repeats one record and lacks another.
 
-    It does for 2**16 + 1, 2**18 + 1, 2**20 + 1, ... records, because its cipher then permutes one
-    number too few.
+    It does for 2**16 + 1, 2**18 + 1, 2**20 + 1, ... records, where its cipher permutes one number
+    too few.
     """
     bits = (length - 1).bit_length() - 1
     return bits >= _MIN_BLOCK_BITS and bits % 2 == 0 and length - 1 == 2**bits
 
 
 def permuted(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Returns the index of each index in a permutation: Grain's, unless that loses a record.
+    """Returns the shuffled index of each index: Grain's, unless Grain's shuffle loses a record.
 
     Args:
         indices: int64[n], each in ``range(length)``.
@@ -88,7 +88,7 @@ def permuted_index(index: int, length: int, seed: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _order(length: int, seed: int) -> np.ndarray:
-    """Returns what `permuted` returns for every index, unsigned. It takes 8 MB and 1 s at most."""
+    """Returns `permuted` of every index, as unsigned integers: 8 MB and 1 s at most."""
     if length <= 2**_MIN_BLOCK_BITS:
         return _permutation(length, seed)
     order = _walked(np.arange(length), length, seed, (length - 1).bit_length())
@@ -96,10 +96,17 @@ def _order(length: int, seed: int) -> np.ndarray:
 
 
 def _walked(indices: np.ndarray, length: int, seed: int, bits: int) -> np.ndarray:
-    """Encrypts numbers of some bits, rounded up to an even number, until all are indices."""
+    """Encrypts each number until it is below `length` ("cycle walking").
+
+    Args:
+        indices: int64[n], the numbers.
+        length: Number of indices that are permuted.
+        seed: Seed of the permutation.
+        bits: Bits of the numbers that the cipher permutes, rounded up to an even number here.
+    """
     word_bits, keys = -(-bits // 2), _round_keys(seed)
     result = indices.astype(np.uint32 if length <= 2**32 else np.uint64)
-    walking, values = np.arange(len(indices)), result
+    walking, values = np.arange(len(indices)), result  # the positions that are not indices yet
     while len(walking):
         values = _encrypted(values, word_bits, keys)
         result[walking] = values
@@ -108,15 +115,15 @@ def _walked(indices: np.ndarray, length: int, seed: int, bits: int) -> np.ndarra
     return result.astype(np.int64)
 
 
-# Each epoch has another seed, and so another permutation. Feeds read parts of the same records side
-# by side. If there are few records, the feeds are in many epochs at once. Without this cache, the
-# permutations would take a third of the time of packing text. A permutation takes 128 KB at most.
+# Each epoch has its own seed and permutation. Feeds of few records are in many epochs at once.
+# Without this cache, permutations would take a third of the time of packing text. A permutation
+# takes 128 KB at most.
 @functools.lru_cache(maxsize=64)
 def _permutation(length: int, seed: int) -> np.ndarray:
     """Returns the shuffled index of every index, for at most 2**16 indices.
 
-    The cipher permutes 2**16 numbers, and is repeated until the result is an index. So all 2**16
-    numbers are computed together.
+    `after` is the whole cipher as a table: the encrypted number of each of the 2**16 numbers. So
+    repeating the cipher is one look into the table.
 
     Returns:
         uint16[length], read-only.
@@ -126,7 +133,7 @@ def _permutation(length: int, seed: int) -> np.ndarray:
     result = after[:length].copy()
     walking = np.flatnonzero(result >= length)
     while len(walking):
-        if length < _FEW:  # then each turn doubles the number of repetitions
+        if length < _FEW:  # then the table takes twice as many repetitions at each turn
             after = np.where(after < length, after, after.take(after))
         result[walking] = after.take(result[walking])
         walking = walking[result[walking] >= length]

@@ -1,9 +1,9 @@
 """Facts about the nodes of a Grain pipeline: batch sizes, seeds, index maps.
 
-Grain has no public way to ask a dataset for its batch size or its seed, so this file looks at
-private attributes. A function here may find nothing, because another version of Grain has other
-attributes. Its caller then uses Grain's public methods, which give the same batches, but slower.
-The core of the test suite also runs with all these facts hidden.
+Grain has no public way to ask a dataset for its batch size or its seed, so this file reads private
+attributes. If this version of Grain lacks one, a function here finds nothing, and its caller uses
+Grain's public methods, which give the same batches, but slower. The core of the test suite also
+runs with all these facts hidden.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class BatchNode:
 
     Attributes:
         batches: The node of ``.batch``.
-        after: The nodes that follow ``.batch``, from the last one back. A ``.repeat`` that only
-            adds epochs is left out.
+        after: The nodes that follow ``.batch``, from the last one back, except for a ``.repeat``
+            that only adds epochs, with records shuffled anew.
         records: The dataset that is batched.
         global_batch_size: The size B of a full batch.
         drop_remainder: True if Grain drops the short batch.
         stacks: True if ``.batch`` has Grain's default batch function.
-        only_stacks: True if a row of a batch depends on its record alone. That is so with Grain's
-            default batch function and no ``.map`` after it.
+        only_stacks: True if a row of a batch depends on its record alone: `stacks` is True, and no
+            ``.map`` follows.
         num_epochs: Number of times that the pipeline passes over the batches of ``.batch``; None if
             the batches are sliced or shuffled.
     """
@@ -87,9 +87,9 @@ class BatchNode:
     num_epochs: int | None
 
     def epoch_below(self, epoch: int) -> int:
-        """Returns the epoch of the records that is read in an epoch of the pipeline.
+        """Returns the epoch of `records` that an epoch of the pipeline reads.
 
-        The two epochs differ if a ``.repeat`` of the batches reads the same records again. The
+        It is an earlier epoch if a ``.repeat`` of the batches reads the same records again. The
         result is invalid if `num_epochs` is None.
         """
         for node in self.after:
@@ -111,19 +111,19 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     """Finds the ``.batch`` of a pipeline. Maps, seeds, slices, shuffles and repeats may follow it.
 
     Returns:
-        Facts about ``.batch``. None if there is none, if other nodes follow it, or if its private
-        attributes are unknown.
+        Facts about ``.batch``. None if there is none, if other nodes follow it, or if this version
+        of Grain has other private attributes.
     """
     node, after, only_stacks, in_order = ds, [], True, True
     try:
         while type(node) is not _BATCH:
             after.append(node)
             if chooses_batches(node):
-                index_below(node)  # AttributeError if this version of Grain has no such function
+                index_below(node)  # raises an AttributeError if Grain has no such function
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
-                    after.pop()
+                    after.pop()  # it only adds epochs
             elif type(node) in _ELEMENTWISE:
                 only_stacks = only_stacks and type(node) is SEED
             else:
@@ -135,9 +135,8 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    # Grain computes the length of `node` by a division of floats, which is inexact if records are
-    # repeated without end. If the lengths differ by more than the rounding of a float can explain,
-    # this version of Grain batches in an unknown way.
+    # If Grain counts other batches than we do, it batches in an unknown way. A small difference is
+    # allowed: Grain divides floats, which is inexact if records are repeated without end.
     if abs(len(node) - batches) > int(batches) >> 50:
         return None
     return BatchNode(
@@ -153,12 +152,12 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
 
 
 def shuffles_by_window(node: grain.MapDataset) -> bool:
-    """Returns whether a shuffle moves records within windows. Its last window may double some."""
+    """Returns whether a shuffle moves records within windows. Its last window may repeat some."""
     return type(node) is getattr(grain.experimental, "WindowShuffleMapDataset", None)
 
 
 def chooses_batches(node: grain.MapDataset) -> bool:
-    """Returns whether a node after ``.batch`` leaves out batches or changes their order."""
+    """Returns whether a node after ``.batch`` may drop batches or change their order."""
     return type(node) in (SLICE, REINDEX, *SHUFFLES)
 
 
@@ -178,8 +177,8 @@ def index_below(node: grain.MapDataset) -> Callable[[int], int]:
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     """Returns B if a pipeline ends with ``IterDataset.batch(B)``, otherwise None.
 
-    Also returns None if the user gave a batch function, because that may make any number of rows
-    from B elements.
+    Returns None, too, if the user gave a batch function, which may make any number of rows from B
+    elements.
     """
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
@@ -201,8 +200,8 @@ def records_per_row(ds: grain.IterDataset) -> int | None:
 def records_per_batch(ds: grain.IterDataset) -> int | None:
     """Returns the number of elements of ``.to_iter_dataset`` that a batch of a stream takes.
 
-    It is 1 if ``.batch`` stands before ``.to_iter_dataset``, and None if no ``.batch`` is known. A
-    transformation that packs or leaves out elements does not count.
+    It is 1 if ``.batch`` stands before ``.to_iter_dataset``, and None if no ``.batch`` is known.
+    Transformations that pack or drop elements are ignored.
     """
     sizes, node = list[int](), ds
     while node.parents and type(node) is not _BATCH:
@@ -294,12 +293,12 @@ def read_ahead(
 def options_set_by_user(options: grain.ReadOptions) -> tuple[int | None, int | None]:
     """Returns the number of threads and the buffer size of read options, at least 1 each.
 
-    None stands for a number that the user has not set. Grain then fills in its default, and to
-    buffer 500 batches would take too much memory.
+    None stands for a number that the user has not set. Grain's default for it would be too much:
+    500 batches in the buffer.
     """
 
     def set_by_user(number: Any, default: Any) -> int | None:
-        # In place of a number, Grain takes a parameter that it is to tune, which sets none.
+        # In place of a number, Grain also takes a parameter that it tunes itself.
         is_set = isinstance(number, numbers.Integral) and number != default
         return max(1, int(number)) if is_set else None
 
@@ -327,7 +326,7 @@ def keeps_indices(ds: grain.MapDataset) -> bool:
 
 
 def before_rows(ds: Any) -> Any:
-    """Returns the dataset of which a stream makes each row from one element, the last one."""
+    """Returns a stream without the nodes at its end that make each row from one element."""
     while type(ds) in _ROW_BY_ROW:
         (ds,) = ds.parents
     return ds
@@ -354,7 +353,7 @@ def is_batched(ds: grain.MapDataset) -> bool:
 
 
 def walk(ds: Any) -> Iterator[Any]:
-    """Yields a dataset, then the datasets that it is made of, down to the sources."""
+    """Yields a dataset, and then all datasets that it is made of, down to the sources."""
     yield ds
     for below in made_of(ds):
         yield from walk(below)
@@ -385,11 +384,12 @@ def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
 
 
 def described_columns(ds: grain.MapDataset | grain.IterDataset) -> str:
-    """Describes a node's source if it is columns of records, which Grain takes for the records.
+    """Describes a source that most likely is columns, where Grain expects a sequence of records.
 
     Returns:
-        The description of a dict with string keys, or of a tuple of arrays that have equally many
-        rows and cannot be records of one batch; "" for any other source.
+        The description of a dict with string keys, or of a tuple of arrays with the same number of
+        rows but different shapes or dtypes, which could not be stacked as records; "" for any other
+        source.
     """
     source = getattr(ds, "_source", None)
     keys = list[Any](source) if isinstance(source, Mapping) else []
@@ -413,18 +413,17 @@ def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
 def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
     """Returns a source's own fingerprint of its records and their order; None if it has none.
 
-    A Hugging Face dataset has such a fingerprint. Its own ``.shuffle`` changes the fingerprint, to
-    another one for each seed. The fingerprint is the same in each run and on each host if the
-    functions mapped over the dataset can be pickled.
+    A Hugging Face dataset has one, which its own ``.shuffle`` changes with the seed. It is the same
+    in each run and on each host if the functions mapped over the dataset can be pickled.
     """
     found = getattr(getattr(ds, "_source", None), "_fingerprint", None)
     return found if isinstance(found, str) else None
 
 
 def text(ds: grain.MapDataset | grain.IterDataset) -> str:
-    """Returns a node's text. Lists, ranges and arrays as a source have the same text.
+    """Returns a node's text, without its source if that is a list, a range or an array.
 
-    Only their records count, because another container may hold the same records.
+    The type of such a source does not count, because another container may hold the same records.
     """
     source = getattr(ds, "_source", None)
     is_container = isinstance(source, list | tuple | range) or hasattr(source, "dtype")
@@ -432,7 +431,7 @@ def text(ds: grain.MapDataset | grain.IterDataset) -> str:
 
 
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
-    """Returns arguments of a node that change the order of records but are not in ``str(node)``."""
+    """Returns the arguments of a node that ``str(node)`` lacks and that change its elements."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
     of_packing = ("_num_packing_bins", "_length_struct", "_shuffle_bins", "_max_sequences_per_bin")
     values = [getattr(ds, name, None) for name in (*names, *of_packing)]
@@ -445,14 +444,7 @@ def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
 
 
 def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
-    """Returns a text that identifies the argument of ``.slice``.
-
-    Args:
-        indices: Indices, or a dataset of indices.
-
-    Returns:
-        A digest of the indices. For a dataset, a description of its nodes.
-    """
+    """Returns a digest of the indices given to ``.slice``; for a dataset of indices, its nodes."""
     if isinstance(indices, grain.MapDataset):
         below = ", ".join(map(_all_of, indices.parents))
         own = (str(indices), len(indices), seeds(indices), parameters(indices))

@@ -1,8 +1,8 @@
 """`PRIVATE_NAMES`: the private names of Grain that this folder uses, and the cost without each.
 
-Without such a name, Grain's public functions give the same batches. But they are slower, or the
-hosts compare less. So the first stage in a process looks for all names, and logs the names that
-this version of Grain does not have.
+Without one of these names, Grain's public functions give the same batches, but they are slower, or
+the hosts compare less. The first stage in a process logs the names that this version of Grain does
+not have.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class PrivateName(NamedTuple):
 
     Attributes:
         examples: Functions that make an object with the attribute, by public functions of Grain.
-        slower: The work that is slower without the attribute; "" if there is none.
-        unseen: The facts that are no longer compared without the attribute; "" if there are none.
+        slower: Says what becomes slower without the attribute; "" if nothing does.
+        unseen: Says what is no longer compared without the attribute; "" if all is.
     """
 
     examples: tuple[Callable[[], Any], ...]
@@ -29,7 +29,7 @@ class PrivateName(NamedTuple):
     unseen: str = ""
 
     def objects(self) -> Iterator[Any]:
-        """Yields the examples. Those that this version of Grain cannot make are left out."""
+        """Yields the examples, except for any that this version of Grain cannot make."""
         for make in self.examples:
             try:
                 example = make()
@@ -153,10 +153,8 @@ def log_missing_names() -> None:
     ]
     if not missing:
         return
-    slower, unseen = (
-        "; ".join(dict.fromkeys(filter(None, effects)))
-        for effects in zip(*((use.slower, use.unseen) for _, use in missing), strict=True)
-    )
+    slower = "; ".join(dict.fromkeys(use.slower for _, use in missing if use.slower))
+    unseen = "; ".join(dict.fromkeys(use.unseen for _, use in missing if use.unseen))
     logging.warning(
         "grain_shard: Grain %s has no %s. Batches are the same.%s%s"
         " remedy: use a version of Grain that docs/versions.md lists.",

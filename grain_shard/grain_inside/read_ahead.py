@@ -1,7 +1,7 @@
 """Replaces the ``.to_iter_dataset()`` of a stream, to bound the records that it reads ahead.
 
-``.to_iter_dataset()`` makes a stream of a `MapDataset`, and reads up to 500 records ahead. Filters,
-mixes or packing may follow. Here another ``.to_iter_dataset()`` replaces it.
+``.to_iter_dataset()`` turns a `MapDataset` into a stream, and reads up to 500 records ahead.
+Filters, mixes or packing may follow it. Here another dataset replaces its node in the pipeline.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import grain
 
 from grain_shard.grain_inside.nodes import is_run_by_workers, iter_batch_size, read_ahead
 
-# A function that makes a stream of a `MapDataset`, given the options of ``.to_iter_dataset``.
+# A function that turns a `MapDataset` into a stream, given the options of ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
-# A function that checks a record, and is told if functions of the user change the batch later.
+# A function that checks a record. It is told whether other nodes change the batch later.
 CheckRecord = Callable[..., None]
 # A function that checks the records of a batch that could not be stacked.
 CheckRecords = Callable[[Sequence[Any]], None]
@@ -29,19 +29,19 @@ def replace_read_ahead(
     check_record: CheckRecord = lambda record, is_changed_later: None,
     check_records: CheckRecords = lambda records: None,
 ) -> grain.IterDataset:
-    """Returns the same stream, in which other datasets read the random-access parts.
+    """Returns the same stream, in which `make_stream` replaces each ``.to_iter_dataset()``.
 
-    The nodes that follow these parts are copied, so that no node of the user changes. The streams
-    of ``.mp_prefetch`` are left as they are, because other processes run them.
+    The nodes after it are copied, so that no node of the user changes. The streams of
+    ``.mp_prefetch`` are left as they are, because other processes run them.
 
     Args:
         ds: A stream.
-        make_stream: Makes a stream of a `MapDataset`: its elements in order, without None. The
+        make_stream: Turns a `MapDataset` into a stream of its elements in order, without None. The
             state of the stream must be like Grain's, ``{"next_index": ...}``.
-        check_record: Checks the first record that Grain's own ``.batch`` stacks. Grain would stack
-            mappings, for example, as an array of their keys.
-        check_records: Checks the records of a batch that Grain's own ``.batch`` fails to stack.
-            Grain names neither the record nor the leaf.
+        check_record: Checks the first record that Grain's own ``.batch`` stacks. Without a check,
+            Grain stacks some mappings as an array of their keys.
+        check_records: Checks the records of a batch that Grain's own ``.batch`` fails to stack, to
+            raise an error that names the record and the leaf, as Grain's error does not.
 
     Returns:
         The stream. It is `ds` itself if there is nothing to replace, or if Grain's private
@@ -56,8 +56,8 @@ def replace_read_ahead(
 class _Replacement:
     """The nodes that replace the nodes of a stream; see `replace_read_ahead`.
 
-    This is not a pair of local functions: those would refer to each other, and so keep the stream
-    and the user's functions in memory until a garbage collection.
+    A class, because two local functions that call each other would keep the stream and the user's
+    functions in memory until a garbage collection.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class _Replacement:
     def _new(self, node: Any) -> Any:
         if isinstance(node, grain.MapDataset):
             return node
-        # Without this name it is unknown if the stream has None in place of records without data.
+        # If Grain lacks this name, `read_ahead` cannot tell if the stream yields None for records
+        # that a filter drops.
         if (found := read_ahead(node)) is not None and hasattr(node, "_allow_nones"):
             stream: Any = self._make_stream(*found)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
@@ -102,18 +103,18 @@ class _Replacement:
 
 
 def _interleaved(node: Any, make_stream: MakeStream) -> Any:
-    """Returns an interleave in whose streams other datasets read the random-access parts.
+    """Returns an interleave in whose streams each ``.to_iter_dataset()`` is replaced.
 
-    Grain does not list these streams as parents. Without our threads, each stream would keep 500
-    records ahead.
+    Grain does not list these streams as the node's parents.
 
     Args:
-        node: The interleave. Its streams may be in a `MapDataset` that makes them one by one.
+        node: The interleave. Its streams are in a list, or in a `MapDataset` that makes them one by
+            one.
         make_stream: As in `replace_read_ahead`.
     """
     example = grain.MapDataset.range(1).to_iter_dataset()
     if not is_run_by_workers(example.mp_prefetch(grain.MultiprocessingOptions(1))):
-        return node  # then no stream shows if workers run it, to which it has to be sent
+        return node  # in this version of Grain, it is unknown which streams workers run
 
     def replaced(stream: Any) -> Any:
         if not isinstance(stream, grain.IterDataset) or is_run_by_workers(stream):
@@ -142,13 +143,7 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def _checking(
     batch_fn: Callable[..., Any], check: Callable[[Any], None], check_records: CheckRecords
 ) -> Callable[..., Any]:
-    """Wraps a batch function so that records are checked.
-
-    Args:
-        batch_fn: The batch function.
-        check: Checks the first record of the first batch.
-        check_records: Checks the records of a batch that `batch_fn` fails to stack.
-    """
+    """Returns a batch function that checks the first record, and all records if stacking fails."""
     is_checked = False
 
     @functools.wraps(batch_fn)
@@ -167,14 +162,11 @@ def _checking(
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:
-    """Replaces the parents in the value of a node's attribute.
+    """Returns the value of a node's attribute with other parents; `value` itself if it has none.
 
     Args:
-        value: The value: a parent, a list, tuple or dict with parents in it, or anything else.
+        value: A parent; a list, tuple or dict with parents in it; or anything else.
         changed: The new parents, by the `id` of the old ones.
-
-    Returns:
-        The new value. It is the same object if it has no parent to replace.
     """
     if isinstance(value, grain.IterDataset):
         return changed.get(id(value), value)

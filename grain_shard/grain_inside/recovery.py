@@ -11,9 +11,8 @@ class Unreadable:
 
     Attributes:
         error: The error of the last try.
-        among: Number of elements, from this one on, of which one failed. It is 1 if this element
-            failed. It is larger if a call for several elements failed, but each of them could then
-            be read alone.
+        among: Number of elements, from this one on, one of which failed. It is more than 1 if a
+            call for several elements failed, but each of them could then be read alone.
     """
 
     def __init__(self, error: BaseException, among: int = 1):
@@ -31,10 +30,9 @@ class Recovery:
     masks = False
 
     def reads_again(self, error: Exception) -> bool:
-        """Returns whether a failed read may be repeated at once, in smaller parts.
+        """Returns whether smaller calls may repair a failed call for several elements.
 
-        A call for several elements is repeated in smaller calls. If this returns False, the error
-        counts, even if smaller calls succeed.
+        If this returns False, the error counts even if smaller calls read all elements.
         """
         return False
 
@@ -45,8 +43,8 @@ class Recovery:
 
         Args:
             error: The error of the first try.
-            again: Reads the element once more, and applies the user's functions if one of them
-                failed.
+            again: Makes the element once more: reads it and, if `in_function`, applies the user's
+                functions.
             in_function: True if a function of the user failed, and not the source.
 
         Returns:

@@ -1,4 +1,8 @@
-"""`reshuffled_slice`: finds a slice of a pipeline that holds other records in each epoch."""
+"""`reshuffled_slice`: finds a slice of a pipeline that holds other records in each epoch.
+
+``ds.shuffle(seed=0)[:1000].repeat()`` is such a slice: each epoch shuffles all records again, and
+takes another 1,000 of them. The caller warns, because a user may mean a fixed part of the records.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,28 @@ import numpy as np
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.routes import below_mixture
 
-# A mixture takes turns, so this many records are from all of its datasets.
+# The first records of a mixture that are looked at. It takes turns, so they are from all datasets.
 _FIRST = 1000
 
 
 class _Below(enum.Enum):
-    """The records that a later epoch of a node reads from the node's parents."""
+    """The indices of its parents that a node reads in its second epoch."""
 
-    SAME = "those of the first epoch"
-    NEXT = "those of the parents' next epoch, in the same order"
-    OTHER = "others"
+    SAME = "the indices of the first epoch"
+    NEXT = "the same indices, in the parents' next epoch"
+    OTHER = "other indices"
 
 
 def reshuffled_slice(ds: Any, in_epochs: bool, num_slices: int) -> grain.MapDataset | None:
-    """Returns a slice, read for several epochs, that holds other records in each; None if none.
+    """Returns a slice that is read for several epochs and holds other records in each, or None.
+
+    The pipeline is searched from its end to its sources.
 
     Args:
         ds: The end of the pipeline.
         in_epochs: True if several epochs of `ds` are read.
-        num_slices: Number of slices that together hold all records, such as feeds. A slice of this
-            share does not count.
+        num_slices: Number of equal slices that hosts or feeds cut the records into. A slice of this
+            size does not count, because all slices together hold all records in each epoch.
     """
     if type(ds) is nodes.REPEAT:
         in_epochs = in_epochs or len(ds) > len(ds.parents[0])
@@ -45,7 +51,7 @@ def reshuffled_slice(ds: Any, in_epochs: bool, num_slices: int) -> grain.MapData
 
 
 def _is_reordered(ds: Any) -> bool:
-    """Returns whether the records at the first indices of a dataset depend on the epoch."""
+    """Returns whether the first indices of a dataset stand for other records in each epoch."""
     below = _below(ds)
     if below is _Below.NEXT:
         return any(map(_is_reordered, ds.parents))
@@ -65,7 +71,8 @@ def _below(ds: Any) -> _Below:
         return _Below.NEXT
     if np.array_equal(now, later):
         return _Below.SAME
-    # A mixture that leaves records of a dataset over goes on with them in its next epoch.
+    # A mixture that does not reach the end of a dataset in one epoch goes on there in the next, so
+    # it reads other indices.
     lengths = np.array([len(parent) for parent in ds.parents])
     in_order = np.array_equal((now[0], now[1] + lengths[now[0]]), later)
     return _Below.NEXT if in_order else _Below.OTHER

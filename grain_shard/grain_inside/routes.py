@@ -2,9 +2,13 @@
 
 Grain evaluates one record at a time: it passes an index through all nodes down to the source, reads
 the record, and applies the functions of the nodes. Here the indices of many records are passed down
-together. The source reads the records in one call. Then the functions are applied to each record.
-Grain itself evaluates the first unknown node on the way down, and all nodes below it. The core of
-the test suite also runs with all nodes unknown.
+together, and the source reads the records in one call. Then the functions are applied to each
+record. If a node on the way down is unknown, Grain itself evaluates this node and all nodes below.
+The core of the test suite also runs with all nodes unknown.
+
+A function here keeps an error in a list, ``failures``, and not in a local variable. An error's
+traceback refers to the frame of the function, so frame and error would otherwise keep each other in
+memory until a garbage collection.
 """
 
 from __future__ import annotations
@@ -30,8 +34,7 @@ Apply = Callable[..., Any]
 # A function, and the index of each element if the function takes an index.
 RouteStep = tuple[Apply, np.ndarray | None]
 
-# Elements that were read. A list can be emptied while its elements are used. The rows of an
-# `ArrayRows` are copied only when they are used.
+# Elements that were read. The rows of an `ArrayRows` are copied only when they are used.
 Elements = list[Any] | ArrayRows
 
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
@@ -40,14 +43,14 @@ _MIXTURES = (
     type(grain.MapDataset.concatenate([grain.MapDataset.range(1)])),
 )
 
-# For each type of node, the function that makes its element from the parent's element. Except for
-# MAP, the function also takes the index of the element at the node.
+# By type of node: returns the function that makes the node's element from the parent's element.
+# Except for MAP, that function also takes the index of the element at the node.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
     nodes.MAP: lambda node: node._map_element,
     nodes.RANDOM_MAP: lambda node: node._random_map_element,
     nodes.MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
-# For each type of node, the function from indices of the node to indices of the node's parent.
+# By type of node: turns indices of the node into indices of the node's parent.
 _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
     nodes.SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
@@ -94,7 +97,7 @@ def below_mixture(
 
     Returns:
         int64[n], the number of the parent of each element; and int64[n], the index in that parent.
-        None if `ds` is no known mixture or concatenation.
+        None if `ds` is not a known mixture or concatenation.
     """
     if isinstance(ds, ElementsOfParents):
         return ds.below(indices)
@@ -111,10 +114,10 @@ class Route:
 
     `read` reads the elements, and `finish` applies the functions. Both return an element for each
     index, or an `Unreadable` in place of an element that failed. They stop after an `Unreadable`,
-    unless the recovery masks.
+    unless the recovery masks. A `Recovery` has the rules for failed reads and functions.
 
     Attributes:
-        ds: The dataset to read: the source, or the first dataset on the way to it that is unknown.
+        ds: The dataset to read: the source, or the first unknown node on the way to it.
         indices: int64[n], the indices of the elements in `ds`.
         steps: The functions to apply, in order. Each is a pair: the function, and int64[n], the
             indices of the elements at the function's node; None if the function takes no index.
@@ -148,9 +151,6 @@ class Route:
     def read(self, recovery: Recovery = AT_ONCE) -> Elements:
         """Reads the elements of `ds`, without applying the functions.
 
-        Args:
-            recovery: The rules for failed reads.
-
         Returns:
             The elements; only the first ones if a read failed.
 
@@ -162,9 +162,7 @@ class Route:
             is_read = isinstance(elements, list | ArrayRows)
             return elements if is_read else _taken(elements, recovery)
         finally:
-            # The traceback of an error among the elements refers to this frame. Without `del`,
-            # frame and error would keep each other in memory.
-            del elements
+            del elements  # the traceback of an error among them refers to this frame
 
     def _elements(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
         """Returns the elements of `ds`, without applying the functions.
@@ -174,7 +172,7 @@ class Route:
 
         Args:
             recovery: The rules for failed reads.
-            by_grain: True lets Grain evaluate all elements of an unknown node in one call.
+            by_grain: True if Grain may evaluate all elements of an unknown node in one call.
         """
         if (mixed := below_mixture(self.ds, self.indices)) is not None:
             return self._of_mixture(*mixed, recovery)
@@ -185,27 +183,27 @@ class Route:
     def _of_mixture(
         self, parents: np.ndarray, indices: np.ndarray, recovery: Recovery
     ) -> ArrayRows | Iterator[Any]:
-        """Returns the elements of a mixture, as `_elements` does.
+        """Returns the elements of a mixture: a part from each parent, then merged in their order.
 
         Args:
             parents: int64[n], the number of the parent of each element.
             indices: int64[n], the index of each element in its parent.
             recovery: The rules for failed reads.
         """
+        # `part_of` has the position in `used`, and so in `parts`, of each element's parent.
         used, part_of = np.unique(parents, return_inverse=True)
         ways = [route(self.ds.parents[i], indices[parents == i]) for i in used.tolist()]
         parts = [way.each(recovery) for way in ways]
         arrays = [part for part in parts if isinstance(part, ArrayRows)]
         if parts and len(arrays) == len(parts):
             return ArrayRows.merged(arrays, part_of)
-        streams = [iter(part) for part in parts]
-        return (next(streams[i]) for i in part_of.tolist())
+        iterators = [iter(part) for part in parts]
+        return (next(iterators[i]) for i in part_of.tolist())
 
     def _batched_read(self, *, by_grain: bool) -> BatchedRead | None:
         """Returns the function that reads many elements of `ds` in a call; None if there is none.
 
-        Args:
-            by_grain: True allows Grain's own function of an unknown node.
+        If `by_grain` is True, it may be Grain's own function of an unknown node.
         """
         read = batched_read_of(self.ds)
         if read is None and by_grain and type(self.ds) is not nodes.SOURCE:
@@ -218,8 +216,8 @@ class Route:
 
         Args:
             elements: The elements.
-            recovery: The rules for functions that fail.
-            start: Position of the first element among the elements of the route.
+            recovery: The rules for failed functions.
+            start: Position of the first element among all elements of the route.
 
         Returns:
             The finished elements; only the first ones if a function failed.
@@ -231,8 +229,8 @@ class Route:
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
         """Returns the elements with the functions applied, each made only when it is asked for.
 
-        A source that reads many elements in a call is an exception: it reads all elements at once,
-        and only the functions are applied one element at a time.
+        But a source that reads many elements in a call reads all of them at once. Only the
+        functions are then applied one element at a time.
         """
         elements = self._elements(recovery, by_grain=False)
         if isinstance(elements, ArrayRows) and not self.steps:
@@ -242,6 +240,7 @@ class Route:
     def _up(
         self, elements: Iterable[Any], recovery: Recovery, start: int = 0, stop: int | None = None
     ) -> Iterator[Any]:
+        """Yields elements with the functions applied; `start` and `stop` are their positions."""
         steps = [(apply, None if i is None else i[start:stop].tolist()) for apply, i in self.steps]
         failures: list[Exception] = []
         for i, element in enumerate(elements):
@@ -253,8 +252,6 @@ class Route:
                 continue
             except Exception as error:
                 failures.append(error)
-            # The error gets no name here, because its traceback refers to this frame. With a name,
-            # frame and error would keep each other in memory.
             again = functools.partial(self._anew, start + i, recovery)
             yield recovery.recovered(failures.pop(), again, in_function=True)
 
@@ -277,9 +274,9 @@ class Route:
         each for half of the elements, until a call succeeds or asks for one element.
 
         Returns:
-            The elements, up to the first `Unreadable` unless the recovery masks. If the call failed
-            but each element could be read alone, and the recovery does not read again, one
-            `Unreadable` for all elements.
+            The elements, up to the first `Unreadable` unless the recovery masks. If smaller calls
+            have read all elements, but the recovery does not let them repair the failed call, the
+            result is one `Unreadable` for all elements.
         """
         failures: list[Exception] = []
         try:
@@ -288,29 +285,26 @@ class Route:
             failures.append(error)
         else:
             return self._checked(result, indices)
-        # The error gets no name here, because its traceback refers to this frame. With a name,
-        # frame and error would keep each other in memory.
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
             return [recovery.recovered(failures.pop(), again)]
         if recovery.reads_again(failures[0]):
-            failures.clear()
+            failures.clear()  # smaller calls may repair this error
         half = len(indices) // 2
         found = [*self._many(read, indices[:half], recovery)]
         try:
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
-            # The call for all elements failed, and the calls for both halves of them succeeded.
+            # Not repaired, although the calls for both halves have succeeded.
             if failures and type(found[-1]) is not Unreadable:
                 return [Unreadable(failures.pop(), among=len(indices))]
             return found
         finally:
-            # The tracebacks of the errors in `failures` and `found` refer to this frame. Without
-            # this, the frame and the errors would keep each other in memory.
-            failures.clear()
+            failures.clear()  # the tracebacks of these errors refer to this frame
             del found
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
+        """Returns the result of a batched read, if it has an element for each index."""
         is_sequence = hasattr(result, "__iter__") and not isinstance(result, Mapping)
         elements = result if is_sequence else []
         if not isinstance(elements, ArrayRows):
@@ -325,8 +319,7 @@ class Route:
         return elements
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
-        # The loop is no `map`, because a StopIteration of the user's code would end a `map` without
-        # an error.
+        # Not a `map`, which a StopIteration of the user's code would end without an error.
         read_one = single_read_of(self.ds)
         failures: list[Exception] = []
         for index in self.indices.tolist():
@@ -335,9 +328,7 @@ class Route:
                 continue
             except Exception as error:
                 failures.append(error)
-            # `recovered` is called outside the except block. Inside it, Python would chain each new
-            # error to the earlier errors. The error gets no name here, because its traceback refers
-            # to this frame. With a name, frame and error would keep each other in memory.
+            # Outside the except block, in which Python would chain each new error to this one.
             yield recovery.recovered(failures.pop(), functools.partial(read_one, index))
 
 
@@ -345,8 +336,8 @@ def _taken(elements: Iterable[Any], recovery: Recovery) -> list[Any]:
     """Returns the elements that an iterator yields.
 
     The list ends after the first `Unreadable`, unless the recovery masks. If the iterator raises an
-    error after some elements, an `Unreadable` with this error ends the list. An error before the
-    first element is raised.
+    error, the list ends with an `Unreadable` that has the error. The error is raised instead if no
+    element came before it, or if it is an interrupt.
     """
     taken: list[Any] = []
     try:
@@ -410,8 +401,8 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             else:
                 break
             (ds,) = ds.parents
-    # AttributeError: this version of Grain names its private parts differently. OverflowError: an
-    # index of a later epoch of endless records does not fit 64 bits. The route begins at this node.
+    # The route begins at a node that raises an error. AttributeError: this version of Grain lacks a
+    # private name. OverflowError: an index of a late epoch of endless records exceeds 64 bits.
     except (AttributeError, OverflowError):
         pass
     return Route(ds, indices, tuple(reversed(steps)))
@@ -422,7 +413,7 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
 
     Args:
         ds: Any dataset.
-        index: The index in the dataset; past the end, it is in a later epoch, as in Grain.
+        index: The index in the dataset. Past the end, it is in a later epoch, as in Grain.
 
     Returns:
         The source, and the index in it. None if a node on the way to the source is unknown, or if
@@ -448,6 +439,7 @@ def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:
 
 
 def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:
+    """Returns the indices below Grain's global shuffle, which has another seed in each epoch."""
     length = len(node.parents[0])
     epochs = indices // length
     below = np.empty_like(indices)
@@ -455,8 +447,8 @@ def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:
         here = epochs == epoch
         seed = (node._seed + int(epoch)) % 2**32
         below[here] = shuffled(indices[here] - epoch * length, length, seed) + epoch * length
-        # The first and the last index are compared with Grain's. If Grain shuffled in another way,
-        # hardly any index would agree.
+        # Two indices are compared with Grain's. If this version of Grain shuffles in another way,
+        # hardly any index agrees, and Grain computes all of them.
         for i in np.flatnonzero(here)[[0, -1]]:
             if below[i] != node._shuffled_index(int(indices[i])):
                 return np.array([node._shuffled_index(i) for i in indices.tolist()])

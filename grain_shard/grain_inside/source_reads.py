@@ -19,7 +19,7 @@ BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], t
 
 
 def takes_array(read: R) -> R:
-    """Marks a batched read of a source that takes its indices as int64[n], besides as a list."""
+    """Marks a batched read of a source that takes indices as int64[n], not only as a list."""
     read.__dict__["takes_array"] = True
     return read
 
@@ -33,14 +33,11 @@ def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
 
 
 def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
-    """Returns a function that reads many records of a source in one call; None if it has none.
-
-    Grain's name for this method of a source is ``_getitems``, and PyTorch's is ``__getitems__``.
-    """
+    """Returns a function that reads many records of a source in one call; None if there is none."""
     if type(ds) is not SOURCE:
         return None
     source = getattr(ds, "_source", None)
-    for name in ("_getitems", "__getitems__"):  # the second is used by PyTorch and array_record
+    for name in ("_getitems", "__getitems__"):  # Grain's name; PyTorch's and array_record's
         if (read := getattr(source, name, None)) is not None:
             length = len(ds)  # computed once: a source may compute its length in a slow call
             if getattr(read, "takes_array", False):
