@@ -94,7 +94,8 @@ class BatchNode:
         """
         for node in self.after:
             if type(node) is REPEAT:
-                epoch %= len(node.parents[0]) // max(1, len(self.batches))
+                epochs_repeated = len(node.parents[0]) // max(1, len(self.batches))
+                epoch %= epochs_repeated
         return epoch
 
     def batch_index(self, index: int) -> int:

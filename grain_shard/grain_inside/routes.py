@@ -241,7 +241,10 @@ class Route:
         self, elements: Iterable[Any], recovery: Recovery, start: int = 0, stop: int | None = None
     ) -> Iterator[Any]:
         """Yields elements with the functions applied; `start` and `stop` are their positions."""
-        steps = [(apply, None if i is None else i[start:stop].tolist()) for apply, i in self.steps]
+        steps = [
+            (apply, None if indices is None else indices[start:stop].tolist())
+            for apply, indices in self.steps
+        ]
         failures: list[Exception] = []
         for i, element in enumerate(elements):
             try:

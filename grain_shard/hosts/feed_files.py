@@ -130,13 +130,13 @@ def _complete(directory: epath.Path, files: Iterable[FeedFile]) -> list[FeedFile
         StateError: A feed is in no file or in two files, or files differ in the number of feeds.
     """
     files = sorted(files)
-    missing, end, num_feeds = [], 0, files[0].num_feeds  # feeds up to `end` are found or missing
-    for before, file in zip(files[:1] + files, files, strict=False):
+    missing, end, num_feeds = [], 0, files[0].num_feeds  # `end`: the feed after the files so far
+    for number, file in enumerate(files):
         if file.num_feeds != num_feeds:
             differ = f"{files[0].name} and {file.name} differ in the number of feeds"
             raise _not_of_one_checkpoint(directory, differ)
         if file.first < end:
-            twice = f"{before.name} and {file.name} both hold feed {file.first}"
+            twice = f"{files[number - 1].name} and {file.name} both hold feed {file.first}"
             raise _not_of_one_checkpoint(directory, twice)
         missing.append(range(end, file.first))
         end = file.last + 1
