@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unreadable:
-    """The placeholder of an element that could not be read. Its consumer decides what to do.
+    """Stands for an element that could not be read. The consumer decides what to do.
 
     Attributes:
         error: The error of the last try.
