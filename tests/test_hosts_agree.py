@@ -516,7 +516,7 @@ def test_a_host_that_lists_its_files_in_another_order_is_named_with_a_record(res
 
 def test_a_source_that_is_random_is_refused_on_all_hosts_alike(results):
     (text,) = set(texts(results[case_random_in_the_source], "AgreementError"))
-    assert "let no record of the source be random" in text
+    assert "do not make random records in the source" in text
     assert "different records at the same index" in text
 
 

@@ -32,8 +32,8 @@ OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 # has it that the host restored. A host without a digest is not compared.
 NOW, SAVED = "record 0 of the source", "record 0 in the state"
 _SAME = (
-    "sort the list of files (a set, glob and os.listdir have no fixed order), give each random"
-    " order a seed, let no record of the source be random,"
+    "sort the list of files (a set, glob and os.listdir have no fixed order), seed every"
+    " shuffle, do not make random records in the source,"
 )
 
 

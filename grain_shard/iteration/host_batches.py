@@ -32,7 +32,7 @@ THREAD = "grain-shard-host"
 class Opened(NamedTuple):
     """This host's batches from one position on, made in the background.
 
-    The functions hold no reference to `batches`: who keeps a function does not keep threads alive.
+    The functions do not refer to `batches`, so to keep one keeps no threads alive.
 
     Attributes:
         position: The position before the first batch.

@@ -88,6 +88,7 @@ class BatchBuilder:
             most = self.template.rows_at_a_time * (_GATHERED if gathers else 1)
             rows, begin = elements[first : first + most], start + first
             if self.route.steps:
+                # The functions have a part of their own only if the read above ran none of them.
                 with span(READ, part=MAP if self.route.runs_no_function else None):
                     rows = self.route.finish(rows, self.faults, begin)
             with span(BATCH):

@@ -361,7 +361,7 @@ class Faults(Recovery):
             BadRecordsError: There are too many bad records.
         """
         origin = Origin.of(records, record)
-        self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
+        self._count_bad(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
         """Adds the counts of a worker process, or of an object that `apart` made.
@@ -372,9 +372,9 @@ class Faults(Recovery):
         unlisted = counts.bad_records - len(counts.listed)
         self.count(counts._replace(bad_records=unlisted, listed=()))
         for bad in counts.listed:
-            self._leave_out(bad, None)
+            self._count_bad(bad, None)
 
-    def _leave_out(self, bad: BadRecord, error: BaseException | None) -> None:
+    def _count_bad(self, bad: BadRecord, error: BaseException | None) -> None:
         """Counts a bad record. Outside a worker, also logs it and raises an error for too many."""
         _, count, listed, records = self.count(FaultCounts(bad_records=1, listed=(bad,)))
         if self._is_worker:

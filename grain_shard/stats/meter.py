@@ -145,7 +145,7 @@ class Meter:
             )
 
     def total(self) -> Figures:
-        """Returns the figures since the first ``next`` of the iterator."""
+        """Returns the figures since the first ``next``, up to now if a ``next`` is waiting."""
         loop, faults = self._loop, self.faults()
         until = loop.until if loop.since is None else self._clock()
         wait_s = loop.wait_s + (0.0 if loop.since is None else until - loop.since)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.main(args)
         finally:
             if sys.stdout is not None:  # None if the process was started without a stdout
-                # A closed pipe is noticed here, where the exception is still handled below.
+                # So that a closed pipe raises its error here, where it is handled.
                 sys.stdout.flush()
     except UsageError as error:
         return _fail(2, f"{name}: {_one_line(error)}")

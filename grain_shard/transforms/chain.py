@@ -77,8 +77,9 @@ def shard_to(
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
         cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
-            With `num_workers` there may be more: four for each worker and one, so up to 33 with 8
-            workers. Feeds have at least four for all workers together, and two.
+            With `num_workers` there may be more, because Grain buffers at least four batches for
+            each worker: up to 33 with 8 workers. A worker of feeds makes only some rows of each
+            batch, so there the limit is ``max(4, cpu_buffer_size) + 2`` batches.
         device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
         num_threads: Number of threads that read a `MapDataset`, or run feeds, at the same time.

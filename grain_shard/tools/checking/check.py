@@ -363,6 +363,7 @@ class _Check:
         return Line(name, f"{len(self._levels)} of them, {count:,} records")
 
     def _error_of_record(self, level: Level, wrong: WrongRecord) -> ShardingError:
+        """Returns the error for a record that is random, unsafe for threads, or reused."""
         record = f"record {wrong.record:,} of {level.ds}"
         found = difference_of_records(wrong.got, wrong.alone)
         problems_and_remedies = {

@@ -164,7 +164,12 @@ class Records:
         return self._wrong_in_threads() if by_several else None
 
     def _wrong_in_threads(self) -> WrongRecord | None:
-        """Reads the records in many threads. If one differs, one thread reads all of them again."""
+        """Returns the first record that many threads read wrong; None if there is none.
+
+        Each thread reads the records in a random order of its own. If a record differs, one thread
+        alone reads all of them again: the source is random if a record differs then, too, and
+        unsafe for threads if not.
+        """
         before, reads = sys.getswitchinterval(), self._reads
         wrong, orders = None, np.random.default_rng(0)
         # A thread keeps all records of one order, so an order of large records has few of them.

@@ -145,7 +145,7 @@ class Measurement:
 
     @property
     def wait_share(self) -> float:
-        """Waiting divided by waiting and training steps, 0 to 1; 1 without a training step."""
+        """Share of waiting in the time of waiting and training steps, 0 to 1; 1 without a step."""
         return self.figures.wait_share
 
     @property

@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = f"chip, to be warned if it wants more rows than a device holds: {_CHIPS}"
     add("--hardware", type=_chip, metavar="CHIP", help=hardware)
     compiled = (
-        "compile a training step for the slice; NAME is a function that takes the mesh, and returns"
-        " the step, its state and one record, the last two as jax.ShapeDtypeStruct; the step is"
-        " traced under jax.set_mesh(mesh), or under the mesh of the state if only its types of axes"
-        " differ: jax.sharding.Mesh(mesh.devices, mesh.axis_names) has Auto axes"
+        "compile a training step for the slice. NAME(mesh) returns the step, its state and one"
+        " record, the last two as jax.ShapeDtypeStruct. The step is traced under"
+        " jax.set_mesh(mesh). For Auto axes, make the state on"
+        " jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
