@@ -290,8 +290,8 @@ def _refusal(leaf: Any, array: np.ndarray) -> tuple[str, str] | None:
     if array.dtype.kind == "O" and isinstance(leaf, jax.Array):
         return (
             "holds typed PRNG keys of JAX, which NumPy cannot hold.",
-            "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the"
-            " training step, by jax.random.wrap_key_data.",
+            "turn the keys into numbers in .map, with jax.random.key_data, and back into keys in"
+            " the training step, with jax.random.wrap_key_data.",
         )
     if is_text(array) or is_numeric(array.dtype):
         return None
@@ -300,8 +300,9 @@ def _refusal(leaf: Any, array: np.ndarray) -> tuple[str, str] | None:
             "holds Python objects, such as None or rows of different lengths.",
             "pad rows to one shape and replace None by a number in .map, or drop the leaf.",
         )
-    remedy = _remedy_of(array.dtype)
-    if not array.dtype.isnative:
+    if array.dtype.isnative:
+        remedy = _remedy_of(array.dtype)
+    else:
         remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
     return f"has a dtype that JAX lacks: {array.dtype}.", remedy
 

@@ -331,7 +331,7 @@ AT_FIRST_BATCH = {
         lambda: dicts(lambda i: jax.random.key(i)).shard_to(data_mesh(4)),
         lambda: stacked_in_a_stream({"leaf0": jax.random.key(0)}).shard_to(data_mesh(4)),
         "leaf:   key<fry>[]   mesh: data=4",
-        "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.",
+        "turn the keys into numbers in .map, with jax.random.key_data, and back into keys in the training step, with jax.random.wrap_key_data.",
     ),
     "batch['leaf0']: in record 1 of the dataset before .batch, the leaf is float64[4], but float64[3] in other rows.": (
         lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),
@@ -360,7 +360,7 @@ AT_FIRST_BATCH = {
             data_mesh(4), rows="local"
         ),
         "leaf:   key<fry>[]   mesh: data=4",
-        "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.",
+        "turn the keys into numbers in .map, with jax.random.key_data, and back into keys in the training step, with jax.random.wrap_key_data.",
     ),
     "batch['leaf0']: in row 2 of the batch, the leaf is float64[3], but float64[4] in other rows.": (
         lambda: stacked_in_a_stream({"leaf0": np.zeros(4)}, leaf0=np.zeros(3)).shard_to(

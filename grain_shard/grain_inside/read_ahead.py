@@ -155,7 +155,7 @@ def _checking(
         try:
             return batch_fn(records)
         except (TypeError, ValueError):
-            check_records(records)
+            check_records(records)  # raises a better error, if it finds one
             raise
 
     return checking

@@ -45,8 +45,9 @@ def compare(answers: Answers) -> Verdict:
 
     Returns:
         The verdict. If a field differs, it is an `error`, which names the hosts and the field. If
-        only the restored state has another record, it is `changed`. If nothing differs, the hosts
-        have `agreed` on the digest of the source's first record, or on "" if no host has one.
+        the hosts agree with each other, but the restored state has another record 0, it is
+        `changed`. If nothing differs, the hosts have `agreed` on the digest of the source's first
+        record, or on "" if no host has one.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}}).error)
@@ -55,8 +56,8 @@ def compare(answers: Answers) -> Verdict:
           remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
     lines, wrong_rows = differences(answers), _wrong_rows(answers)
-    whole = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
-    if whole and difference(FIRST_BATCH, whole):
+    first_batches = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
+    if first_batches and difference(FIRST_BATCH, first_batches):
         lines.append(
             '  rows: with rows="global" every host must produce the same batches. Read the same'
             " files with the same seed on every host. Or shard the source by"

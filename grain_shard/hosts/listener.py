@@ -140,7 +140,7 @@ class Listener:
         return num_ended == jax.process_count()
 
     def _at_exit(self) -> None:
-        """Tells that this process ends, and decides how: an exit hook, in the main thread.
+        """Tells the other hosts that this process ends, and decides how: an exit hook.
 
         * Other hosts may still be in a loop that this process left. It waits until they have ended
           too, for a minute at most, and then ends as usual.
@@ -165,7 +165,9 @@ class Listener:
             self._end()
 
     def _tell_end(self, error: BaseException | None) -> bool:
-        """Tells that this process ends; returns True if other hosts may still be in its loops.
+        """Tells the other hosts that this process ends.
+
+        Returns True if other hosts may still be in this process's loops.
 
         Args:
             error: The last uncaught error; None if there was none.

@@ -248,7 +248,7 @@ class RandomAccess(HostBatches):
         check_fingerprint(
             state,
             {KIND: self.kind, **current},
-            kind="a random-access pipeline",
+            name="a random-access pipeline",
             keys=keys,
             if_data_changed=f"call batches.seek({shortened(state.get(self._STEP))}) in place of the"
             " restore. The run goes on at that step, but records of that epoch may come twice, or"

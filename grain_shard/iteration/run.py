@@ -60,7 +60,8 @@ class Run:
         self._inputs, self._batches = inputs, opened.batches
         self.is_started = self._has_compared = False
         self.end: Raised | None = None
-        num_before, faults = host.next_batch(self.begins_at).get("next batch", 0), opened.faults
+        num_before = host.next_batch(self.begins_at)["next batch"]
+        faults = opened.faults
         self.group: HostGroup = HostGroup(
             inputs.group_settings, num_before, opened.total, lambda: faults().retries
         )
@@ -73,7 +74,8 @@ class Run:
             log_long_wait(waited_s)
             group.waits(waited_s)
 
-        # A single host makes no batches of padding, because no other stream ends later.
+        # On several hosts, a stream that ends before others goes on with batches of padding, whose
+        # shapes are copied from the last batch.
         keeps_last = host.ends_by_vote and inputs.group_settings is not None
         put = PutOnDevices(inputs.put_batch, meter, self.begins_at, keeps_last=keeps_last)
         self._on_devices: Pool[DeviceBatch] = mapped(

@@ -177,7 +177,7 @@ class BatchBuilder:
         bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
         for i in bad:
             if not self.faults.may_leave_out(rows[i].error):
-                raise self._named(rows[i], start + i)
+                raise self._error_naming_record(rows[i], start + i)
         # If the structure is unknown, `rows` is a single bad row, because rows are made one at a
         # time until it is known. The template then reads other records to learn it.
         placeholder = self.template.stacker(self.faults).placeholder
@@ -187,7 +187,7 @@ class BatchBuilder:
             self._bad_rows.append(start + i)
             rows[i] = placeholder
 
-    def _named(self, bad: Unreadable, start: int) -> BaseException:
+    def _error_naming_record(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of an unreadable record, with a note that names the record.
 
         The record is evaluated once more, so that the note can say if a second try succeeded. If
@@ -195,7 +195,8 @@ class BatchBuilder:
         fails again is named, and its new error is returned.
 
         Args:
-            bad: The record's `Unreadable`, with its error.
+            bad: The record's `Unreadable`, with its error. `bad.among` is the number of records of
+                the call that failed.
             start: Position of the record among the records of the batch.
         """
         error = bad.error

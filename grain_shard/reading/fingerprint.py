@@ -173,7 +173,7 @@ def check_fingerprint(
     state: Mapping[str, Any],
     current: Mapping[str, Any],
     *,
-    kind: str,
+    name: str,
     keys: Sequence[str],
     optional: Sequence[str] = (),
     if_data_changed: str = "",
@@ -183,7 +183,7 @@ def check_fingerprint(
     Args:
         state: The state.
         current: The fingerprint of the pipeline that restores the state.
-        kind: Name of the restoring pipeline, for messages.
+        name: The restoring pipeline in messages, such as "a stream".
         keys: Keys that the state must have besides the fingerprint.
         optional: Fields of the fingerprint that a state may lack.
         if_data_changed: What to do if the data has changed on purpose, for example if it has grown.
@@ -194,17 +194,17 @@ def check_fingerprint(
     """
     if state.get("kind", current["kind"]) != current["kind"]:
         raise StateError(
-            f"the state is of kind {shortened(state['kind'])}, and this is {kind}.\n"
+            f"the state is of kind {shortened(state['kind'])}, and this is {name}.\n"
             "  remedy: restore with a pipeline of the kind that saved the state."
         )
-    missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
-    changed = [name for name in current if name in state and state[name] != current[name]]
+    missing = [key for key in (*keys, *current) if key not in (*state, *optional)]
+    changed = [key for key in current if key in state and state[key] != current[key]]
     # If a field is missing and another one has changed, the change explains more.
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
-            f"the state is not the state of {kind}: it lacks {', '.join(map(repr, missing))}."
+            f"the state is not the state of {name}: it lacks {', '.join(map(repr, missing))}."
             f"\n  state:  {shortened(state)}"
-            f"\n  remedy: pass set_state() the dict that get_state() of {kind} returned."
+            f"\n  remedy: pass set_state() the dict that get_state() of {name} returned."
         )
     if changed:
         lines = [f"  {n}: saved {shortened(state[n])}, now {current[n]!r}" for n in changed]
@@ -217,7 +217,7 @@ def check_fingerprint(
         )
     if unknown := sorted(set(state) - {*keys, *current, *optional}):
         raise StateError(
-            f"the state of {kind} has other fields: {shortened(unknown)}.\n{UNCHANGED}"
+            f"the state of {name} has other fields: {shortened(unknown)}.\n{UNCHANGED}"
         )
 
 

@@ -218,15 +218,15 @@ class RowStacker:
         """Raises the error for a row of another structure, with the leaves that one row lacks."""
         found, first = set(flatten(row)[0]), set(self.paths)
         name, first_name = self._name(origin), self._name(self._first)
-        only = (found - first, name, first_name), (first - found, first_name, name)
-        sides = [
-            f"{', '.join(sorted(paths))} only in {side}, not in {other}"
-            for paths, side, other in only
-            if paths
-        ]
-        differ = f"the types of containers differ in {name} and in {first_name}"
+        differences = list[str]()
+        if more := sorted(found - first):
+            differences.append(f"{', '.join(more)} only in {name}, not in {first_name}")
+        if fewer := sorted(first - found):
+            differences.append(f"{', '.join(fewer)} only in {first_name}, not in {name}")
+        if not differences:
+            differences.append(f"the types of containers differ in {name} and in {first_name}")
         raise ShardingError(
-            f"two rows have different structures: {'; '.join(sides) or differ}.",
+            f"two rows have different structures: {'; '.join(differences)}.",
             path=min(found ^ first, default=None),
             remedy="return the same tree for every row from .map. A leaf that is None in one row"
             " must be None in all rows.",

@@ -59,7 +59,7 @@ class StreamsPosition(NamedTuple):
         check_fingerprint(
             state,
             {KIND: streams.kind, **fingerprint},
-            kind=streams.name_of_kind,
+            name=streams.name_of_kind,
             keys=(_STEP, FEED_ENTRIES),
             optional=(REMAINDER,),  # not in a state that was saved without .shard_to
         )

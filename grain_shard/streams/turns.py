@@ -89,10 +89,10 @@ class Turns(Producer[list[Turn]]):
 
 
 class _TurnTasks(Tasks[T], Generic[T]):
-    """The turns of the streams as tasks. The task of the last turn that a result needs makes it.
+    """The turns of the streams as tasks. Each task takes one turn of one stream.
 
-    Each turn has a number, counted for its stream from 0. The turns with the same number make a
-    result together.
+    The turns of a stream are numbered from 0. The turns with the same number make a result
+    together. The task that completes them also makes the result.
     """
 
     def __init__(self, turns: Turns, join: Join[T], reads: StreamReads):
@@ -130,10 +130,11 @@ class _TurnTasks(Tasks[T], Generic[T]):
             turn: The turn, or its error. A stream that has raised an error gives no further turn.
         """
         with self._lock:
-            if isinstance(turn, Turn):
+            if isinstance(turn, Turn):  # a stream that has failed stays busy, so it is not drawn
                 self._busy.discard(reader)
             self._taken.setdefault(number, []).append(turn)
         while (turns := self._next_turns()) is not None:
+            # `_joining` is True here, so no other thread changes `_next` and `_left_out`.
             result_number, results = self._next - self._left_out, list[T | Raised]()
             try:
                 results += self._join(_without_error(turns))
@@ -144,6 +145,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
             with self._lock:
                 self._next += 1
                 self._left_out += not results
+                # It stays True after an error or the end: no further result is made.
                 self._joining = any(isinstance(result, Raised) for result in results)
             while results:  # `pop` drops the reference to a batch
                 yield result_number, results.pop()

@@ -394,7 +394,8 @@ class Pool(Producer[T]):
     def _run(self, rank: int) -> None:
         """The target of a thread. The last thread that ends closes the tasks."""
         with self._lock:
-            if threading.current_thread() not in self.threads:  # `_start_more` has given it up
+            # `_start_more` has noted that this thread could not start, but it has.
+            if threading.current_thread() not in self.threads:
                 return
         try:
             self._start_more()
@@ -406,6 +407,7 @@ class Pool(Producer[T]):
             self._tasks.stop()
         finally:
             with self._lock:
+                # A thread ends only if no more tasks will be drawn, so no other one starts now.
                 is_last = self._running == 1
                 if not is_last:
                     self._running -= 1

@@ -77,9 +77,9 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     some = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
     error = ShardingError(
         f"both pipelines read {len(shared)} records within {_EPOCHS} epochs: {some}.",
-        remedy="cut the records by train, test = grain_shard.split(source, [0.8, 0.2], seed=0), and"
-        " call .shuffle and .repeat on the parts. A slice of shuffled records holds other records"
-        " in each epoch.",
+        remedy="split the records first: train, test = grain_shard.split(source, [0.8, 0.2],"
+        " seed=0). Then call .shuffle and .repeat on each part. A slice of shuffled records holds"
+        " other records in each epoch.",
     )
     return counts[0], counts[1], error
 

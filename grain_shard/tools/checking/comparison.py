@@ -20,7 +20,8 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.tools.checking.values import same_values, shown_apart
 from grain_shard.trees import Batch, flatten, is_text
 
-# Most bytes of batches to keep for the comparison, except that at least this many are kept.
+# The limit of bytes of the batches that are kept for the comparison, and the number of batches that
+# are kept even if they exceed it.
 _BYTES, _LEAST = 2**30, 3
 # An endless pipeline counts as one with this many batches.
 _FAR = 10_000
@@ -72,8 +73,8 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
     """Returns the first difference between two readings of a batch; None if they are the same.
 
     Args:
-        got: The leaves of one reading.
-        alone: The leaves of the other reading.
+        got: The leaves of one reading, with all rows of the batch, or only some of them.
+        alone: The leaves of the other reading, with all rows.
         rows: int64[n], the rows of the batch that `got` has, ascending; None for all.
     """
     for path in dict.fromkeys([*alone, *got]):
@@ -312,7 +313,7 @@ class Comparison:
         Returns:
             True to go on with the next host.
         """
-        full = self.reference.batch_rows
+        full, sizes_vary = self.reference.batch_rows, bool(host.host_batch_sizes)
         for steps, _ in self.reference.ranges:
             self.wanted += len(steps)
             start = host.position_at(step=steps.start, record=None) if steps.start else None
@@ -323,8 +324,9 @@ class Comparison:
                     if item is None and host.ends_by_vote:
                         break  # this host has no rows left, and in a job would only add padding
                     num_rows = rows_in(self.reference.batches[step])
-                    # A short last batch that is not padded lacks the last rows of a full one.
-                    rows = layout.rows(num_rows if host.host_batch_sizes else full)
+                    # The shards of a short last batch are those of a full one, whose last rows it
+                    # lacks. With several batch sizes each batch has shards of its own size.
+                    rows = layout.rows(num_rows if sizes_vary else full)
                     leaves = None if item is None else leaves_of(item[0])
                     if not self.add(step, leaves, rows[rows < num_rows]):
                         return False

@@ -29,7 +29,7 @@ T = TypeVar("T")
 # thread run. With Python's own 5 ms, a source that seeks and reads in one file gives 10 wrong
 # records of 20,000. In each round the threads are new, because they may fall into step.
 THREADS, _SWITCH_S, _ROUNDS = 16, 1e-6, 4
-# The most records to keep, at even distances, and the bytes from which on no further one is kept.
+# The number of records to keep, at even distances, and the bytes above which no more are kept.
 _RECORDS, _BYTES = 64, 2**28
 # A record that differs between threads may be random. To find out, one thread reads alone, this
 # many times as often as the threads did.

@@ -31,7 +31,7 @@ _LITTLE_WAIT = 0.1
 # From this share on, something takes "most" of the waiting, or of a stage's time.
 _MOST = 0.5
 # If the buffer is full for less than this share of the time, a larger buffer would not help.
-_LITTLE_REST = 0.1
+_OFTEN_FULL = 0.1
 # If at most this share of the batches makes up half of the waiting, batches arrive unevenly.
 _FEW = 0.25
 # If the threads that make batches keep this many processors busy together, on average, they
@@ -165,8 +165,8 @@ def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottl
         finding = f"{who} {compute}: about {rate:,.0f} examples a second " + (
             "for each processor."
             if cores > _ONE_AT_A_TIME
-            else "at best if that is Python code, which runs in one thread at a time, with any"
-            " buffer size."
+            else "at best if that is Python code, of which one thread runs at a time. A larger"
+            " buffer does not help."
         )
     else:
         finding = f"{who} {'wait' if is_plural else 'waits'}" + (
@@ -274,15 +274,21 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts
 
 
 def _more_side_by_side(who: str, measured: Measurement, pipeline: PipelineFacts) -> str:
-    """Returns the advice for threads that wait: how more reads can run at the same time."""
-    full = covered_s(measured.rests) / measured.seconds
-    if full >= _LITTLE_REST:
+    """Returns the advice for threads that wait: how more reads can run at the same time.
+
+    Args:
+        who: The subject of the finding, such as "the source".
+        measured: The measured loop.
+        pipeline: The pipeline's options.
+    """
+    full_share = covered_s(measured.rests) / measured.seconds  # of the time, the buffer was full
+    if full_share >= _OFTEN_FULL:
         return (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"
-            f" network, so that more is read side by side: for {full:.0%} of the time there was no"
-            " room to begin another batch."
+            f" network, so that more is read side by side: for {full_share:.0%} of the time there"
+            " was no room to begin another batch."
         )
-    ask = "have them ask for less" if who == _FUNCTIONS else _ASK_FOR_MANY
+    ask = "have them make fewer or smaller requests" if who == _FUNCTIONS else _ASK_FOR_MANY
     waits = "they wait" if who == _FUNCTIONS else "this waits"
     return (
         f"if {waits} for files or a network, leave num_threads out, so that the number of reads"

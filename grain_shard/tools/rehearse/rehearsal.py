@@ -175,6 +175,7 @@ def run_script(
         # The hosts that used JAX without joining the others, and the last batch of each host.
         alone = {int(note.stem) for note in notes.glob("*.alone")}
         places = {int(n.stem): n.read_text().rstrip() for n in sorted(notes.glob("*.place"))}
+        # A host that failed alone ends the others, before they can be seen to be alone.
         not_joined = hosts > 1 and (failed_host in alone or (not running and len(alone) == hosts))
     while not events.empty():  # the last lines of hosts that were ended
         record(*events.get())
