@@ -20,6 +20,7 @@ import grain_shard
 from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree, hosts_mesh
 from grain_shard.checkpoint import CheckpointSave
 from grain_shard.errors import describe_error
+from grain_shard.hosts.host_group import HostGroup
 from grain_shard.threads import pace
 from tests.conftest import data_mesh, ids, numbered
 
@@ -577,3 +578,13 @@ def test_keys_that_cannot_be_sorted_may_go_before_the_batch_of_a_stream():
 def test_what_a_filter_drops_is_skipped_in_a_stream():
     ds = numbered(16, 4).filter(lambda b: b["id"][0] != 8).to_iter_dataset()
     assert ids(ds.shard_to(data_mesh(4))) == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]]
+
+
+def test_the_other_hosts_are_told_the_mesh_of_an_error(monkeypatch):
+    told = []
+    monkeypatch.setattr(HostGroup, "failed", lambda group, error: told.append(str(error)))
+    ragged = grain.MapDataset.range(8).map(lambda i: {"x": np.zeros(1 + i % 2)}).batch(8)
+    with pytest.raises(ShardingError) as raised:
+        next(iter(ragged.shard_to(data_mesh(4))))
+    assert told == [str(raised.value)]
+    assert "mesh: data=4" in told[0]

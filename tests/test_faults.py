@@ -564,6 +564,12 @@ class TestOrigins:
             f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
         ) in str(error)
 
+    def test_the_error_counts_the_bad_record_among_the_records(self):
+        ds = batches(Source(8, bad(3))).shard_to(
+            data_mesh(1), on_bad_record="mask", max_bad_records=0, num_threads=1
+        )
+        assert "1 of 4 records of this host" in str(failure_of(ds, BadRecordsError)[0])
+
     def test_a_feed_names_the_file(self):
         ds = masked(of_feeds(InFiles(40, bad(0, 6, 17))), max_bad_records=2)
         named = "record 17 of the source InFiles (record 7 of file-1), which is record 8 of feed 1"

@@ -136,11 +136,10 @@ class Run:
                 batch = next(self.stage)
             except StopIteration:
                 batch = None
-            except ShardingError as error:
-                group.failed(error)
-                # The stages before the devices do not know the mesh, so the error gets it here.
-                raise error.with_mesh(inputs.put_batch.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
+                if isinstance(error, ShardingError):
+                    # The stages before the devices do not know the mesh, so the error gets it here.
+                    error.with_mesh(inputs.put_batch.mesh_axes)
                 group.failed(error)
                 raise
             if batch is None:

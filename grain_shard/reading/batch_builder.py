@@ -91,12 +91,12 @@ class BatchBuilder:
                 # The functions have a part of their own only if the read above ran none of them.
                 with span(READ, part=MAP if self.route.runs_no_function else None):
                     rows = self.route.finish(rows, self.faults, begin)
+            if self.faults.masks:  # `max_bad_records` may be a share of the records read
+                self.faults.count(FaultCounts(records=len(rows)))
             with span(BATCH):
                 if isinstance(rows, list) and Unreadable in map(type, rows):
                     self._leave_out_bad(rows, begin)
                 self._put(rows, begin)
-            if self.faults.masks:  # `max_bad_records` may be a share of the records read
-                self.faults.count(FaultCounts(records=len(rows)))
             if isinstance(elements, list):
                 elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
