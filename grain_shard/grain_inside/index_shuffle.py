@@ -142,9 +142,20 @@ def _permutation(length: int, seed: int) -> np.ndarray:
 
 
 def _encrypted(blocks: Any, word_bits: int, keys: tuple[int, ...]) -> Any:
-    """Encrypts an array of unsigned integers, or an int."""
+    """Encrypts an array of unsigned integers, or an int.
+
+    A number is cut into two words. Each round changes one of them by a function of the other word
+    and a key.
+
+    Args:
+        blocks: The numbers.
+        word_bits: Bits of a word, half of the bits of a number.
+        keys: The keys of the 4 rounds, of which the lowest `word_bits` bits are used.
+    """
+    # All constants get the dtype of the array, so that NumPy does not widen the result.
     dtype = int if isinstance(blocks, int) else blocks.dtype.type
     mask, width = dtype((1 << word_bits) - 1), dtype(word_bits)
+    # Shifts to the right by which `mixed` rotates a word to the left by 1, 2 and 8 bits.
     by_1, by_2, by_8 = (dtype(word_bits - r) for r in (1, 2, 8))
 
     def mixed(word: Any) -> Any:
@@ -156,20 +167,21 @@ def _encrypted(blocks: Any, word_bits: int, keys: tuple[int, ...]) -> Any:
         return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
 
     left, right = (blocks >> width) & mask, blocks & mask
-    low = [dtype(key & int(mask)) for key in keys]
-    for key in range(0, _ROUNDS, 2):
-        left = (left ^ mixed(right) ^ low[key]) & mask
-        right = (right ^ mixed(left) ^ low[key + 1]) & mask
+    word_keys = [dtype(key & int(mask)) for key in keys]
+    for i in range(0, _ROUNDS, 2):  # two rounds a turn
+        left = (left ^ mixed(right) ^ word_keys[i]) & mask
+        right = (right ^ mixed(left) ^ word_keys[i + 1]) & mask
     return (left << width) | right
 
 
-@functools.lru_cache(maxsize=64)  # by the seed: each epoch has another one
+@functools.lru_cache(maxsize=64)  # for some epochs, each of which has a different seed
 def _round_keys(seed: int) -> tuple[int, ...]:
     """Returns the keys of the cipher's 4 rounds.
 
     They are the words that ``std::seed_seq{seed}.generate`` gives (ISO C++, [rand.util.seedseq]).
     """
-    n, low = _ROUNDS, 0xFFFFFFFF
+    n = _ROUNDS
+    low = 0xFFFFFFFF  # keeps the lowest 32 bits; "&" binds less tightly than "+", "-" and "*"
     p, q = 1, 2  # as C++ defines them for n = 4
     words = [0x8B8B8B8B] * n
 
@@ -179,6 +191,7 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     for k in range(n):
         mixed = words[k] ^ words[(k + p) % n] ^ words[k - 1]
         first = 1664525 * scrambled(mixed) & low
+        # C++ adds the number of seeds (1) at k = 0, then k + seed, and later k alone.
         second = first + {0: 1, 1: 1 + seed}.get(k, k) & low
         words[(k + p) % n] = words[(k + p) % n] + first & low
         words[(k + q) % n] = words[(k + q) % n] + second & low

@@ -115,7 +115,9 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         Facts about ``.batch``. None if there is none, if other nodes follow it, or if this version
         of Grain has other private attributes.
     """
-    node, after, only_stacks, in_order = ds, [], True, True
+    node, after = ds, []
+    only_stacks = True  # until a map is found after `.batch`
+    in_order = True  # until a slice or a shuffle of batches is found
     try:
         while type(node) is not _BATCH:
             after.append(node)
@@ -124,7 +126,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
-                    after.pop()  # it only adds epochs
+                    after.pop()  # it only adds epochs; see `BatchNode.after`
             elif type(node) in _ELEMENTWISE:
                 only_stacks = only_stacks and type(node) is SEED
             else:
@@ -136,7 +138,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    # If Grain counts other batches than we do, it batches in an unknown way. A small difference is
+    # If Grain counts the batches differently, it batches in an unknown way. A small difference is
     # allowed: Grain divides floats, which is inexact if records are repeated without end.
     if abs(len(node) - batches) > int(batches) >> 50:
         return None

@@ -145,6 +145,7 @@ PRIVATE_NAMES = {
 @functools.cache
 def log_missing_names() -> None:
     """Logs, at the first call in a process, which private names this version of Grain lacks."""
+    # Pairs (class and name, its `PrivateName`). A name may be missing from only some classes.
     missing = [
         (f"{type(example).__name__}.{name}", use)
         for name, use in PRIVATE_NAMES.items()

@@ -78,18 +78,20 @@ class _Replacement:
         return self._known[id(node)]
 
     def _new(self, node: Any) -> Any:
+        """Makes the node that `of` returns. It is called only once for each node."""
         if isinstance(node, grain.MapDataset):
             return node
-        # If Grain lacks this name, `read_ahead` cannot tell if the stream yields None for records
-        # that a filter drops.
+        # If Grain lacks this name, `read_ahead` cannot know whether the stream yields None for
+        # records that a filter drops.
         if (found := read_ahead(node)) is not None and hasattr(node, "_allow_nones"):
             stream: Any = self._make_stream(*found)
             stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
         if type(node) is grain.experimental.InterleaveIterDataset:
             return _interleaved(node, self._make_stream)
+        # The new parents, by the `id` of the old ones.
         changed = {id(old): self.of(old) for old in node.parents if self.of(old) is not old}
-        stacks = iter_batch_size(node) is not None
+        stacks = iter_batch_size(node) is not None  # a `.batch` with Grain's own batch function
         if not (changed or stacks):
             return node
         changed_node = copy.copy(node)
@@ -97,8 +99,11 @@ class _Replacement:
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
         if stacks:
+            # Nodes after the `.batch` may change the batch.
             check = functools.partial(self._check_record, is_changed_later=node is not self._ds)
-            changed_node._batch_fn = _checking(changed_node._batch_fn, check, self._check_records)
+            changed_node._batch_fn = _with_checks(
+                changed_node._batch_fn, check, self._check_records
+            )
         return changed_node
 
 
@@ -112,6 +117,7 @@ def _interleaved(node: Any, make_stream: MakeStream) -> Any:
             one.
         make_stream: As in `replace_read_ahead`.
     """
+    # A stream that workers certainly run, to see whether they are recognized.
     example = grain.MapDataset.range(1).to_iter_dataset()
     if not is_run_by_workers(example.mp_prefetch(grain.MultiprocessingOptions(1))):
         return node  # in this version of Grain, it is unknown which streams workers run
@@ -122,14 +128,14 @@ def _interleaved(node: Any, make_stream: MakeStream) -> Any:
         return replace_read_ahead(stream, make_stream)
 
     streams: Any = node._datasets
-    if isinstance(streams, grain.MapDataset):
-        others: Any = streams.map(replaced)
+    if isinstance(streams, grain.MapDataset):  # it makes a stream when its turn comes
+        new_streams: Any = streams.map(replaced)
     else:
-        others = list(map(replaced, streams))
-        if all(new is old for new, old in zip(others, streams, strict=True)):
+        new_streams = list(map(replaced, streams))
+        if all(new is old for new, old in zip(new_streams, streams, strict=True)):
             return node
     changed_node = copy.copy(node)
-    changed_node._datasets = others
+    changed_node._datasets = new_streams
     return changed_node
 
 
@@ -140,14 +146,14 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
 
 
-def _checking(
+def _with_checks(
     batch_fn: Callable[..., Any], check: Callable[[Any], None], check_records: CheckRecords
 ) -> Callable[..., Any]:
     """Returns a batch function that checks the first record, and all records if stacking fails."""
     is_checked = False
 
     @functools.wraps(batch_fn)
-    def checking(records: Any) -> Any:
+    def check_and_batch(records: Any) -> Any:
         nonlocal is_checked
         if not is_checked:
             check(records[0])
@@ -158,7 +164,7 @@ def _checking(
             check_records(records)  # raises a better error, if it finds one
             raise
 
-    return checking
+    return check_and_batch
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:

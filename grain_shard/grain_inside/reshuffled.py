@@ -67,8 +67,10 @@ def _below(ds: Any) -> _Below:
     if not isinstance(ds, grain.MapDataset):
         return _Below.NEXT
     indices = np.arange(min(len(ds), _FIRST))
+    # Where the elements of the first and the second epoch come from: the parents, and the indices
+    # in them.
     now, later = below_mixture(ds, indices), below_mixture(ds, indices + len(ds))
-    if now is None or later is None:
+    if now is None or later is None:  # not a mixture: an epoch reads an epoch of the parents
         return _Below.NEXT
     if np.array_equal(now, later):
         return _Below.SAME

@@ -248,13 +248,14 @@ class Route:
         failures: list[Exception] = []
         for i, element in enumerate(elements):
             try:
-                if type(element) is not Unreadable:
+                if type(element) is not Unreadable:  # which stays as it is
                     for apply, indices in steps:
                         element = apply(element) if indices is None else apply(element, indices[i])
                 yield element
                 continue
             except Exception as error:
                 failures.append(error)
+            # Outside the except block, in which Python would chain each new error to this one.
             again = functools.partial(self._anew, start + i, recovery)
             yield recovery.recovered(failures.pop(), again, in_function=True)
 
@@ -296,6 +297,7 @@ class Route:
         half = len(indices) // 2
         found = [*self._many(read, indices[:half], recovery)]
         try:
+            # Go on unless the first half ended early, or with a failure that is not masked.
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
             # Not repaired, although the calls for both halves have succeeded.
@@ -395,9 +397,9 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     try:
         while True:
             kind = type(ds)
-            if kind in _ELEMENTS:
+            if kind in _ELEMENTS:  # this node applies a function; that of MAP takes no index
                 steps.append((_ELEMENTS[kind](ds), None if kind is nodes.MAP else indices))
-            elif kind in _INDICES:
+            elif kind in _INDICES:  # this node only chooses elements of its parent
                 indices = _INDICES[kind](ds, indices)
             elif isinstance(ds, ElementsOfParents) and len(ds.parents) == 1:
                 indices = ds.below(indices)[1]

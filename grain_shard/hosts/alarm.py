@@ -57,14 +57,16 @@ class Alarm:
     ):
         self.series: str = rounds.name
         self._host, self._first, self._tell = rounds.host, first, tell
-        self._of = "" if total is None else f" of {total:,}"
+        self._of = "" if total is None else f" of {total:,}"  # as in "batch 7 of 90"
         self._stage: Pool[Any] | AgreedEnd[Any] | None = stage
-        self._taken = self.asked = 0
-        self._failure: AgreementError | None = None
-        self.all_know = self.is_agreed = self._is_at_end = False
+        self._taken = 0  # `taken`, kept when `close` drops the stage
+        self.asked = 0
+        self._failure: AgreementError | None = None  # of another host
+        self.all_know = self.is_agreed = False
+        self._is_at_end = False  # True once the loop has received all batches
         self._is_over = False  # True once the loop needs no more batches: error, end or `close`
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
-        self._blocked: Blocked | None = None
+        self._blocked: Blocked | None = None  # watches the loop after a failure of another host
         self._ended: dict[int, str] = {}  # the end of the process, in words, by host
 
     @property

@@ -40,10 +40,11 @@ class Blocked:
             asked: Number of times that the loops of this process have asked for a batch.
             pause_s: Seconds since the last call.
         """
-        frame = sys._current_frames().get(thread)
+        frame = sys._current_frames().get(thread)  # None if the thread has ended
         where = asked, id(frame), frame and frame.f_lineno
         self._still_s = self._still_s + pause_s if where == self._where else 0.0
         self._where = where
+        # True at only one of the calls at which the loop counts as blocked: the first of them.
         is_first_report = self._still_s < _STILL_S + pause_s
         if self._still_s < _STILL_S or not is_first_report:
             return False

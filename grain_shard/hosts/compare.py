@@ -55,7 +55,9 @@ def compare(answers: Answers) -> Verdict:
           seeds: 1 on hosts 0, 1; 7 on host 2
           remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
-    lines, wrong_rows = differences(answers), _wrong_rows(answers)
+    lines = differences(answers)  # a line of the message for each field that differs
+    wrong_rows = _wrong_rows(answers)  # pairs (line, remedy)
+    # Only hosts with rows="global" have this field.
     first_batches = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
     if first_batches and difference(FIRST_BATCH, first_batches):
         lines.append(
@@ -67,6 +69,7 @@ def compare(answers: Answers) -> Verdict:
         return _compare_records(answers)
     remedies = list(dict.fromkeys(remedy for _, remedy in wrong_rows))
     if lines:
+        # The fields that describe the pipeline often differ because each host takes its own slice.
         same = "run the same script with the same arguments, files and checkpoint on every host."
         divided = any(difference(name, answers) for name in _OF_THE_PIPELINE)
         remedies.insert(0, same + (_DIVIDED if divided else ""))
@@ -109,6 +112,7 @@ def _compare_records(answers: Answers) -> Verdict:
 
     Either may be missing: a stream has no record 0, and a new run has no state.
     """
+    # The hosts that have read the record. The other ones are not compared.
     read = {host: answer for host, answer in answers.items() if answer.get(NOW)}
     if line := difference(NOW, read):
         error = "the hosts read different records at the same index of their source."
@@ -180,17 +184,21 @@ def _wrong_rows(answers: Answers) -> list[tuple[str, str]]:
         return {host: answer[field] for host, answer in answers.items() if field in answer}
 
     local = own_rows(LOCAL)
+    # The pairs the other way round, to find equal rows on different shards.
     digests_first = {host: (digest, shards) for host, (shards, digest) in local.items() if digest}
-    shard = "shard the source by grain_shard.ShardByMesh(mesh, spec)"
+    shard_source = "shard the source by grain_shard.ShardByMesh(mesh, spec)"
     wrong = [
-        (f"  rows: {hosts} hold the same shards, but their pipelines yield different rows", shard)
+        (
+            f"  rows: {hosts} hold the same shards, but their pipelines yield different rows",
+            shard_source,
+        )
         for hosts in _differing(local)
     ]
     wrong += [
         (
             f"  rows: {hosts} hold different shards, but their pipelines yield the same rows",
-            f'{shard}, or pass rows="global" if every host reads the whole batch or generates the'
-            " same data",
+            f'{shard_source}, or pass rows="global" if every host reads the whole batch or'
+            " generates the same data",
         )
         for hosts in _differing(digests_first)
     ]

@@ -67,6 +67,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> Verdict:
     if remainder == "error":
         remedy = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
         return Verdict(error=f"{problem}\n  remedy: {remedy}")
+    # With "pad", a host that has ended (0 ready) can hand out any number of batches of padding.
     return Verdict(agreed=min(filter(None, answers.values())) if remainder == "pad" else 0)
 
 
@@ -145,15 +146,16 @@ class _Votes(Producer[int]):
         """
         if not self._read.wait_for(self._is_worth_a_vote):
             return None
-        known = self._read.known()
+        known = self._read.known()  # how many batches were read, and the error or end after them
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
             raise known.end
         self._rounds.put(round_, max(0, ready))
+        # `loop_waits` limits the wait, and not `patience`.
         verdict = self._rounds.verdict(
             round_, self._decide, stopped=lambda: self._stopped, patience=math.inf
         )
-        if verdict is None:
+        if verdict is None:  # stopped
             return None
         if verdict.agreed and self.number:
             # All hosts have voted again, so all have read the previous verdict.
@@ -207,8 +209,9 @@ class AgreedEnd(Producer[T]):
         decider = functools.partial(decide, remainder, same_rows)
         self._on_devices, self._read, self._padding = on_devices, read, padding
         self._on_wait = on_wait
-        self._counter, self._votes = counter(), _Votes(read, rounds, decider, require_voters)
-        self._agreed = 0
+        self._counter = counter()  # gets the time for which the loop waits for votes
+        self._votes = _Votes(read, rounds, decider, require_voters)
+        self._agreed = 0  # number of batches that the loop may hand out, by the votes it has taken
         self._voting = mapped(  # a thread that only draws items of `_votes`: each is a vote
             lambda agreed: agreed,
             self._votes,

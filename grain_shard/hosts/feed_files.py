@@ -103,6 +103,8 @@ def read_feeds(
     """
     files = _complete(directory, files)
     last_feeds = [file.last for file in files]
+    # The file of each feed: the first file that ends with this feed or a later one. A checkpoint
+    # of another pipeline may have fewer feeds.
     wanted = [
         files[bisect.bisect_left(last_feeds, feed)] for feed in run if feed < files[0].num_feeds
     ]
@@ -130,7 +132,9 @@ def _complete(directory: epath.Path, files: Iterable[FeedFile]) -> list[FeedFile
         StateError: A feed is in no file or in two files, or files differ in the number of feeds.
     """
     files = sorted(files)
-    missing, end, num_feeds = [], 0, files[0].num_feeds  # `end`: the feed after the files so far
+    missing = []  # the feeds between two files; some ranges are empty
+    end = 0  # the feed after the files so far
+    num_feeds = files[0].num_feeds
     for number, file in enumerate(files):
         if file.num_feeds != num_feeds:
             differ = f"{files[0].name} and {file.name} differ in the number of feeds"

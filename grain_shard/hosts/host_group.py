@@ -37,7 +37,7 @@ class GroupSettings:
         kind: The kind of pipeline, such as "stream".
         hosts: All hosts in the mesh.
         series: Names each iterator of the dataset, the same on all hosts.
-        timeout_s: Most seconds that a host waits for another.
+        timeout_s: The maximum number of seconds that a host waits for another.
         fields: The fields that must be the same on all hosts and are known before the first batch.
         shards: The shards of the batch axis that this host holds.
     """

@@ -151,18 +151,21 @@ class Listener:
         self._thread.join(_JOIN_S)
         # This error may be old. Only the way in which this process ends depends on it.
         error = getattr(sys, "last_value", None)
-        skips, all_ended, began = False, False, time.monotonic()
+        began = time.monotonic()
+        skips = False  # True once it is clear that this process skips the usual exit
+        all_ended = False
         with contextlib.suppress(AgreementError):
             waits_for_loops = self._tell_end(error)
             while (waits_for_loops or self._failed_at) and not (skips or all_ended):
                 time.sleep(self._turn_at_exit_s)
-                all_ended, waited_s = self._look(), time.monotonic() - began
+                all_ended = self._look()  # may find a failure, and set `_failed_at`
+                waited_s = time.monotonic() - began
                 if self._failed_at:
                     skips = bool(error) or self._another_skips or waited_s > _OTHERS_END_S
                 else:
                     waits_for_loops = waited_s < _OTHERS_LEAVE_S
         if self._failed_at and (skips or not all_ended):
-            self._end()
+            self._end()  # without the usual exit
 
     def _tell_end(self, error: BaseException | None) -> bool:
         """Tells the other hosts that this process ends.

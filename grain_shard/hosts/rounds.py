@@ -113,7 +113,7 @@ class Rounds(Store):
 
     Args:
         hosts: The hosts that take part, including this one. The first one computes the verdicts.
-        timeout_s: Most seconds that one host waits for another.
+        timeout_s: The maximum number of seconds that one host waits for another.
         series: Names the iterator, the same on all hosts.
 
     Attributes:
@@ -183,6 +183,7 @@ class Rounds(Store):
         while not stopped():
             verdict = self._try_verdict(round_, decide)
             if verdict is None and time.monotonic() > until:
+                # This error becomes the verdict for all hosts, unless one was posted meanwhile.
                 verdict = self._settle(round_, Verdict(silent=self.missing(round_)))
             if verdict is not None:
                 self._raise_error_of(verdict)
@@ -249,23 +250,25 @@ class Rounds(Store):
 
         The error also names what differs between the iterators that the hosts opened last.
         """
-        of_all = Store().get_all(_OPENED)
+        of_all = Store().get_all(_OPENED)  # by host; one that has opened no iterator is left out
         differing = differences({host: of_all[host] for host in self.hosts if host in of_all})
         if differing:
             differing.insert(0, "  The iterators that the hosts opened last differ:")
         here = f"host {self.host} of {len(self.hosts)}"
-        where, than = f"look at the log of {hosts_text(silent)}.", "this host"
-        if self.host in silent:
+        where_to_look = f"look at the log of {hosts_text(silent)}."
+        faster_hosts = "this host"
+        if self.host in silent:  # another host has stopped waiting, and posted the error
             here += ", which the other hosts have stopped waiting for"
-            where, than = "find out what this host was waiting for.", "the others"
+            where_to_look = "find out what this host was waiting for."
+            faster_hosts = "the others"
         return HostTimeoutError(
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in differing)
             + f"  here:   {here}\n"
-            f"  remedy: {where} A host does not answer if it has"
-            f" failed, takes fewer steps than {than}, or opens other iterators. (Every call of"
-            " iter, seek, reset and set_state opens one: make the same calls on all hosts.) If a"
-            " host is only slow, raise timeout_s of .shard_to. To look at a batch on one host"
+            f"  remedy: {where_to_look} A host does not answer if it has"
+            f" failed, takes fewer steps than {faster_hosts}, or opens other iterators. (Every"
+            " call of iter, seek, reset and set_state opens one: make the same calls on all hosts.)"
+            " If a host is only slow, raise timeout_s of .shard_to. To look at a batch on one host"
             " alone, iterate over the dataset before .shard_to."
         )
 

@@ -68,14 +68,15 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
     except OSError as error:
         remedy = "pass the folder into which the state was saved."
         raise StateError(f"{directory} cannot be read: {error}\n  remedy: {remedy}") from error
-    for name in (_SHARED, _own_name()):
+    for name in (_SHARED, _own_name()):  # of random access, or of a stream
         if name in found:
             return read_object(directory / name)
+    # `named` returns None for a file that does not hold feeds.
     if files := [file for file in map(FeedFile.named, found) if file]:
         return read_feeds(directory, files, feeds.run)
     for match in filter(None, map(_OF_GRAIN.fullmatch, found)):
         state = read_object(directory / match[0])
-        if KIND not in state:
+        if KIND not in state:  # the state of an iterator of Grain
             return {**state, PROCESSES: int(match[1])}
         if is_shared(state):  # Grain's own CheckpointSave got an iterator of ours
             return state
@@ -83,7 +84,7 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         "restore on the number of hosts that saved the state, because a stream saves a state of its"
         " own on each host."
     )
-    if not any(name.startswith("state-") for name in found):
+    if not any(name.startswith("state-") for name in found):  # not the state of a stream
         remedy = "pass the folder into which the state was saved, or restore another step."
     raise StateError(
         f"no state for host {jax.process_index()} of {jax.process_count()} in {directory}.\n"

@@ -29,7 +29,7 @@ def mapped(
         source: The producer of the items. One thread at a time asks it for an item, once there is
             room for a result. It is stopped together with the threads. The last thread that ends
             closes it, because then no other thread uses it.
-        size: Most results that wait or are unfinished.
+        size: The maximum number of results that wait or are unfinished.
         num_threads: Number of threads that work side by side.
         name: Prefix of the names of the threads.
         on_wait: See `Pool`.

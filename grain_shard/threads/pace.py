@@ -15,14 +15,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Most threads of a pool. More never helped, and the system may limit the threads of a process.
+# The maximum number of threads of a pool. More never helped, and the system may limit the threads
+# of a process.
 MOST_THREADS = 128
-# Most threads that are started before the first decision, or by it.
+# The maximum number of threads that are started before the first decision, or by it.
 _AT_ONCE = 64
 
-# Least seconds and tasks of a window. A shorter window shows little on a busy machine. The first
-# windows are shorter, and each lasts twice as long as the one before: at the start, a bad number of
-# threads costs more than a wrong attempt.
+# The minimum number of seconds and of tasks of a window. A shorter window shows little on a busy
+# machine. The first windows are shorter, and each lasts twice as long as the one before: at the
+# start, a bad number of threads costs more than a wrong attempt.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
 # If the loop waits for batches less than this share of the time, the number of threads will do.
@@ -167,18 +168,21 @@ class ThreadCount:
         First the direction is chosen, then the size of the step. If threads wait, a step up leads
         at once to as many threads as would keep one processor busy.
         """
-        waits, surely_waits = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
+        # Less than half a processor is busy: threads wait, for the source or for a processor.
+        waits = window.process_cores < 0.5
+        surely_waits = window.process_cores < _SURELY_WAITS  # for the source
         if surely_waits:
             self._up = True
         elif window.thread_cores > 0.9 * self._cores:
             self._up = False  # all processors are busy, so more threads would not help
-        if self._up and self.threads == self.most:
+        if self._up and self.threads == self.most:  # only fewer threads are possible
             self._up = surely_waits
             if waits:
                 self._rest = _LONGEST_REST  # the threads wait, so fewer would hardly help
                 return
         elif not self._up and self.threads == 1:
             self._up = True
+        # Two attempts without success have doubled `_next_rest` twice.
         step = 2.0 if self._next_rest < 4 * _REST else _SMALL_STEP
         down = int(self.threads / step)
         if waits:
@@ -224,7 +228,7 @@ class ReadPace:
     ):
         self._fixed, self._alone, self._process_time = fixed, alone, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
-        if fixed is not None:
+        if fixed is not None:  # `count` then decides nothing
             self.count.threads, self.count.why = self.count.most, "num_threads"
         self.threads: int = self.count.threads
         self.seconds_per_record: float | None = None
@@ -291,7 +295,7 @@ class ReadPace:
             return
         if start < self._changed:
             return  # the task began with another number of threads, so it does not count
-        if self._window is None:
+        if self._window is None:  # a whole task had the present number of threads
             self._window = self._new_window(now)
             return
         window = self._window
@@ -302,14 +306,14 @@ class ReadPace:
         seconds = now - window.start
         if not self._is_over(window, seconds):
             return
-        threads = self.threads
+        threads_before = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
         self.threads = self.count.threads
         # After a change, the next window begins once that number of threads read: new threads take
         # a while to start, and threads that should rest may still read.
-        self._window = self._new_window(now) if self.threads == threads else None
-        if self.threads != threads:
+        self._window = self._new_window(now) if self.threads == threads_before else None
+        if self.threads != threads_before:
             self._changed = now
 
     def _add_first(self, first: _Sums, wall_s: float, processor_s: float) -> None:

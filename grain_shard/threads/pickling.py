@@ -22,7 +22,11 @@ _ON_DEVICES = {
 
 
 def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
-    """Pickles a pipeline for another process.
+    """Pickles a pipeline for another process, which gets the values of absl's flags with it.
+
+    Args:
+        pipeline: The pipeline.
+        most_bytes: The maximum number of bytes of the result.
 
     Raises:
         ShardingError: The pipeline cannot be pickled, refers to devices, or is too large.
@@ -31,7 +35,7 @@ def pickled(pipeline: Any, most_bytes: float = math.inf) -> bytes:
         with _BoundedFile(most_bytes) as file:
             _PipelinePickler(file).dump((pipeline, flag_values()))
             return file.getvalue()
-    except ShardingError:
+    except ShardingError:  # of this file: devices, or too many bytes
         raise
     except Exception as error:
         raise ShardingError(

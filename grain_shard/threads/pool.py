@@ -48,7 +48,8 @@ from grain_shard.threads.results import Known, Results
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
 
-# Most seconds that close(), or the interpreter's exit, waits for a thread inside the user's code.
+# The maximum number of seconds that close(), or the interpreter's exit, waits for a thread inside
+# the user's code.
 _JOIN_TIMEOUT_S = 5.0
 # Seconds between two calls of `on_wait` during a wait.
 _WAKE_S = 1.0
@@ -116,7 +117,7 @@ class Pool(Producer[T]):
 
     Args:
         tasks: The work.
-        size: Most results that wait or are unfinished.
+        size: The maximum number of results that wait or are unfinished.
         name: Prefix of the names of the threads.
         num_threads: Number of threads that work side by side. Unused with `pace`.
         pace: Decides the number of threads by the times of the tasks; None to keep the number.
@@ -147,12 +148,16 @@ class Pool(Producer[T]):
         self._is_stopped = self._is_over = False  # `_is_over`: no more tasks will be drawn
         # In a fork of the process no thread runs, and a lock may stay taken for ever.
         self._is_forked = False
-        self._all_know = self._is_closed = self._logs_errors = False
+        self._all_know = False  # True once `stop` has told the threads and the tasks
+        self._is_closed = False  # True once a thread closes the tasks
+        # An error of closing the tasks waits for `close`, unless nobody will call that.
         self._close_error: BaseException | None = None
+        self._logs_errors = False  # True if nobody is left to raise an error of closing
         # Reentrant, because the garbage collector may call `stop` in a thread that holds it.
         self._lock = threading.RLock()
         self._one_draws = threading.Lock()
-        # The next result is here; a result is here, or a task has ended.
+        # The conditions, by what notifies them. The next result is here; any result is here, or a
+        # task has ended.
         self._came, self._changed = threading.Condition(self._lock), threading.Condition(self._lock)
         # More results may begin, or a task has ended; more threads should work.
         self._room, self._more = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -251,6 +256,7 @@ class Pool(Producer[T]):
                     return None
                 if self._pace is not None:
                     self._pace.consumer_waits(time.perf_counter())
+                # For a second at most, because `on_wait` is called once a second.
                 come = condition.wait_for(
                     lambda: self._is_stopped or has_come(), min(_WAKE_S, left_s)
                 )
@@ -280,7 +286,7 @@ class Pool(Producer[T]):
         Each new thread calls this, so the first threads already work while others start.
         """
         with self._lock:
-            rank = len(self.threads)
+            rank = len(self.threads)  # the number of the new thread
             if rank >= self._wanted or self._is_over:
                 return
             thread = threading.Thread(
@@ -394,7 +400,7 @@ class Pool(Producer[T]):
     def _run(self, rank: int) -> None:
         """The target of a thread. The last thread that ends closes the tasks."""
         with self._lock:
-            # `_start_more` has noted that this thread could not start, but it has.
+            # An interrupt has cut the start short, so `_start_more` has removed this thread.
             if threading.current_thread() not in self.threads:
                 return
         try:
@@ -473,7 +479,7 @@ class Pool(Producer[T]):
         """Runs a task, and lets `pace` decide by its times how many threads should work."""
         with self._lock:
             start = time.perf_counter()
-            pace.begun(start)
+            pace.begun(start)  # may ask for one more thread
             self._wanted = pace.threads
         self._start_more()
         processor_start = time.thread_time()
@@ -482,7 +488,7 @@ class Pool(Producer[T]):
         with self._lock:
             pace.done(start, time.perf_counter(), processor_s, task.size)
             before, self._wanted = self._wanted, pace.threads
-            if self._wanted > before:
+            if self._wanted > before:  # threads that rest may work again
                 self._more.notify_all()
         self._start_more()
 

@@ -32,7 +32,7 @@ class Results(Generic[T]):
     One thread at a time may call a method. `taken`, `end` and `known` may be read at any time.
 
     Args:
-        size: Most results that wait or are unfinished.
+        size: The maximum number of results that wait or are unfinished.
 
     Attributes:
         taken: Number of results that were taken.

@@ -80,8 +80,9 @@ class WorkerProcesses(Producer[Any]):
     Args:
         make: Makes the elements of a worker. Each worker calls it for its first element.
         num_workers: Number of processes.
-        buffer_size: Most elements of all workers together that wait or are unfinished. There may be
-            more, because Grain keeps at least four elements for each worker.
+        buffer_size: The maximum number of elements of all workers together that wait or are
+            unfinished. There may be more, because Grain keeps at least four elements for each
+            worker.
     """
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
@@ -180,7 +181,7 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
         exit_code: A negative one is the number of the signal that killed the worker.
         begun: True if the workers have made an element.
     """
-    if exit_code >= 0:
+    if exit_code >= 0:  # the worker ended by itself
         if begun:
             return "a function or a library in the worker ended the process."
         if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
@@ -193,7 +194,7 @@ def _why_it_ended(exit_code: int, begun: bool) -> str:
     names = {int(number): number.name for number in signal.Signals}
     killed = f"the signal {names.get(-exit_code, -exit_code)} killed the worker."
     if -exit_code == signal.SIGBUS:
-        room = ""
+        room = ""  # the size of the shared memory, where it can be asked for
         if os.path.isdir("/dev/shm"):
             shared = shutil.disk_usage("/dev/shm")
             room = f" It has {shared.total / 1e6:,.0f} MB, {shared.free / 1e6:,.0f} MB free now."

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _nobody_reads()
         return _fail(1, f"{name}: {_one_line(error)}")
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich turns it into SystemExit
+        if isinstance(end.__context__, BrokenPipeError):  # rich raises SystemExit in its place
             return _nobody_reads()
         raise
     except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
         if name == called:
             subcommand = import_module(module)
             subcommand.add_arguments(choice)
-            choice.set_defaults(main=subcommand.main)
+            choice.set_defaults(main=subcommand.main)  # called by `main` of this file
     return parser
 
 

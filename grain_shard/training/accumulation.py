@@ -61,7 +61,8 @@ def _cut(n: int, keys: KeyPath, leaf: Any) -> jax.Array:
             for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
             if axis_type == AxisType.Auto
         ]
-        # Auto axes may shard the rows, too, so the batch size in the remedy is a multiple of them.
+        # Auto axes may shard the rows, too. So the batch size in the remedy also suits the largest
+        # number of shards that Auto axes can make of these rows.
         most_shards = shards * math.gcd(math.prod(auto_sizes), rows // shards)
         in_shards = f" in {shards} shards" if shards > 1 else ""
         raise ShardingError(
@@ -73,4 +74,5 @@ def _cut(n: int, keys: KeyPath, leaf: Any) -> jax.Array:
             remedy=f"use a batch size of {round_up(rows, n * most_shards)}, or a number of"
             " microbatches that divides the rows of each shard.",
         )
+    # Row i + k * n becomes row k of microbatch i.
     return jnp.moveaxis(leaf.reshape(rows // n, n, *dims), 1, 0)

@@ -154,7 +154,7 @@ def data_parallel_train_step(
     if hasattr(state, "apply_gradients"):
         if optimizer is not None and optimizer != state.tx:
             raise TypeError("A TrainState has its own optimizer: pass optimizer=None.")
-        optimizer = None
+        optimizer = None  # tells `_compiled_step` that the state is a TrainState
     elif optimizer is None or not (isinstance(state, tuple) and len(state) == 2):
         raise TypeError(
             f"got a {type(state).__name__} as state and {'no' if optimizer is None else 'an'}"
@@ -169,6 +169,12 @@ def data_parallel_train_step(
 def _compiled_step(
     loss_fn: Callable[..., jax.Array], optimizer: optax.GradientTransformation | None
 ) -> Callable[[Any, Any, Any], tuple[Any, dict[str, jax.Array]]]:
+    """Returns the jitted function from (state, batch, rngs) to (new state, metrics).
+
+    Args:
+        loss_fn: As in `data_parallel_train_step`.
+        optimizer: The optimizer of a pair (params, opt_state); None if the state is a `TrainState`.
+    """
     import optax
 
     def step(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -183,7 +189,7 @@ def _compiled_step(
     @jax.jit
     def step_on_any_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
         shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, state)
-        mesh = jax.tree.leaves(shardings)[0].mesh
+        mesh = jax.tree.leaves(shardings)[0].mesh  # all leaves are on one mesh
         if AxisType.Explicit not in mesh.axis_types:
             return step(state, batch, rngs)
         # With Explicit axes an ordinary loss raises if a contracted dim is sharded (FSDP), and on
@@ -208,6 +214,7 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     """
     leaves = jax.tree.leaves((state, batch, rngs))
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]
+    # All leaves are placed already, or are traced and so have no devices.
     if len(meshes) == len(leaves) or any(isinstance(leaf, Tracer) for leaf in leaves):
         return state, batch, rngs
     mesh = meshes[0] if meshes else jax.sharding.get_mesh()
@@ -217,7 +224,7 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     def place(keys: KeyPath, leaf: Any) -> Any:
         if _is_on_mesh(leaf):
             return leaf
-        root = keys[0].key  # "state", "batch" or "rngs"
+        root = keys[0].key  # "state", "batch" (which is `ROOT`) or "rngs"
         path = root + keystr(keys[1:])
         spec = _spec_of_rows(mesh) if root == ROOT else PartitionSpec()
         array = put_leaf(path, leaf, NamedSharding(mesh, spec))

@@ -198,7 +198,8 @@ def get_batch_size_recommendation(
         >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
         256
     """
-    chip, notes = hardware_type or detect_hardware(), "Tokens or examples per chip."
+    chip = hardware_type or detect_hardware()
+    notes = "Tokens or examples per chip."
     if chip is HardwareType.CPU:
         rule = f"{notes} A rule of thumb, because CPUs differ too much."
         return BatchSizeRecommendation(1, 32, 16, notes=rule)
@@ -213,7 +214,8 @@ def get_batch_size_recommendation(
     )
     if spec.sizes_of_datarax is not None:
         return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} As in datarax.")
-    minimum, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
+    minimum = 8 * math.ceil(critical / 4 / 8)
+    optimal = 64 * math.ceil(critical / 64)
     return BatchSizeRecommendation(minimum, optimal, critical, notes=notes)
 
 

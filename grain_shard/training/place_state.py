@@ -61,6 +61,7 @@ def place_model_state_on_shards(
         (3, 2)
     """
     if param_sharding == "fsdp":
+        # The first entry of the default spec is the axis that shards the rows of a batch.
         axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
         return _placed(state, lambda _, leaf: NamedSharding(mesh, _fsdp_spec(leaf, mesh, axis)))
     if param_sharding in (None, "replicate"):
@@ -122,6 +123,7 @@ def place_nnx_state_on_shards(
         rules = list(zip(filter_sharding.filters, filter_sharding.shardings, strict=True))
     else:
         rules = list(filter_sharding.items())
+    # A group of variables for each rule, and the variables that no filter matches.
     *groups, rest = nnx.split_state(state, *(filter_ for filter_, _ in rules), ...)
     for path, variable in nnx.to_flat_state(rest):  # the first variable without a filter
         raise ShardingError(
@@ -138,6 +140,7 @@ def place_nnx_state_on_shards(
         if not group and filter_ not in (..., True) and not isinstance(filter_, type):
             raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
         sharding = rule if isinstance(rule, Sharding) else named_sharding(mesh, rule)
+        # All leaves of the group get this sharding. The default keeps that of this turn.
         placed.append(_placed(group, lambda *_, sharding=sharding: sharding))
     return nnx.merge_state(*placed)
 

@@ -101,10 +101,11 @@ def prefetch_to_device(
             of a `grain.MapDataset` dropped are skipped. If the devices belong to several processes,
             the iterable must be a `from_iterable` with ``rows="global"``: every process must yield
             the same whole batches.
-        size: Most batches on the devices or on their way there.
+        size: The maximum number of batches on the devices or on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for the first device of this process.
-        cpu_buffer_size: Most batches on the host, ready or being made; None for ``2 * size``.
+        cpu_buffer_size: The maximum number of batches on the host, ready or being made; None for
+            ``2 * size``.
 
     Returns:
         The iterator. Batches may differ in shape and structure.
@@ -133,12 +134,12 @@ def prefetch_to_device(
         source = source.to_iter_dataset(_IN_TURN)
     elif not isinstance(source, grain.IterDataset):
         source = from_iterable(source, rows=GLOBAL)
-    rows = WholeRows(streams=OneStream(source)).with_own_arrays()
+    rows = WholeRows(streams=OneStream(source)).with_own_arrays()  # the source may reuse its own
     return ShardedIterator(
         HostStreams(rows, StreamOptions(buffer_size=cpu_buffer_size)),
         _PutWholeBatch(target),
         device_buffer_size=size,
-        group_settings=None,
+        group_settings=None,  # this process exchanges no messages with others
     )
 
 
@@ -150,7 +151,7 @@ def _require_global(source: Any, target: ShardingTree) -> None:
     """
     is_dataset = isinstance(source, grain.MapDataset | grain.IterDataset)
     rows = said_rows(source) if is_dataset else None
-    problem = "may yield different batches on each host."
+    problem = "may yield different batches on each host."  # if the user has declared nothing
     if rows == LOCAL:
         problem = 'yields only a part of each batch, as rows="local" says.'
     if rows != GLOBAL:

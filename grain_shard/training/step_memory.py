@@ -34,7 +34,10 @@ class StepMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Most bytes that one device holds while the step runs; aliased results count once."""
+        """The maximum number of bytes that one device holds while the step runs.
+
+        Results that are written over donated arguments count once.
+        """
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes + self.code_bytes
 
@@ -115,7 +118,8 @@ def estimate_max_batch_size(
         ... )
         87040
     """
-    limit, device = memory_limit_bytes, jax.local_devices()[0]
+    limit = memory_limit_bytes
+    device = jax.local_devices()[0]
     if limit is None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
@@ -140,6 +144,7 @@ def estimate_max_batch_size(
             f" has {limit:,} bytes: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
+    # Afterwards `small` and `large` are the last two sizes tried, through which the line goes.
     # No batch with more elements than all devices have bytes can fit. If the step still seems to
     # fit, it does not use the batch, so the search must end here.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():

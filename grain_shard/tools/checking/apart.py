@@ -18,7 +18,7 @@ from grain_shard.grain_inside.routes import below_mixture, route, source_in
 from grain_shard.iteration.sharded_dataset import sharded
 
 _EPOCHS = 3
-_CHUNK = 2**16  # most indices of a pipeline to map to records of its sources at a time
+_CHUNK = 2**16  # the maximum number of indices that are followed to the sources at a time
 
 
 class Unknown(Exception):
@@ -49,7 +49,7 @@ class SourceRecords:
 
 
 def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | None]:
-    """Compares the records that two pipelines read in three epochs.
+    """Compares the records that two pipelines read in three epochs, and names those of both.
 
     Records of the same source are compared by their index. Records of two sources are compared by
     their files and positions if both sources have a method ``where``, and otherwise by their
@@ -57,7 +57,7 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
 
     Args:
         ds: A dataset after ``.shard_to``, or a `grain.MapDataset`.
-        other: Another one.
+        other: The other pipeline, one of the same kinds.
         until: Time by `time.monotonic` after which no further record is looked at.
 
     Returns:
@@ -74,9 +74,9 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
     counts = [sum(len(records.indices) for records in found) for found in (of_ds, of_other)]
     if not shared:
         return counts[0], counts[1], None
-    some = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
+    examples = ", ".join(shared[:3]) + (" and others" if len(shared) > 3 else "")
     error = ShardingError(
-        f"both pipelines read {len(shared)} records within {_EPOCHS} epochs: {some}.",
+        f"both pipelines read {len(shared)} records within {_EPOCHS} epochs: {examples}.",
         remedy="split the records first: train, test = grain_shard.split(source, [0.8, 0.2],"
         " seed=0). Then call .shuffle and .repeat on each part. A slice of shuffled records holds"
         " other records in each epoch.",
@@ -144,7 +144,7 @@ def _follow(
         ds: The dataset.
         indices: int64[n], the indices of the elements.
         found: The sources that were reached so far, by their ids; it is updated.
-        is_part: True if a zip is above the dataset.
+        is_part: True if a zip is above the dataset, which then has only a part of each record.
 
     Returns:
         The number of records that were reached.
@@ -152,6 +152,7 @@ def _follow(
     Raises:
         Unknown: The dataset does not tell which elements of its parents it reads.
     """
+    # `below` is the source, or the first node on the way down that `route` does not follow.
     way = route(ds, indices)
     below, indices = way.ds, way.indices
     if (mixed := below_mixture(below, indices)) is not None:
@@ -169,15 +170,15 @@ def _follow(
     if type(below) in nodes.SHUFFLES:  # a shuffle within windows, which `route` does not follow
         shuffled = np.array([nodes.index_below(below)(i) for i in indices.tolist()], np.int64)
         return _follow(below.parents[0], shuffled, found, is_part)
-    if nodes.is_zip(below):
+    if nodes.is_zip(below):  # the parents share each record, so the records count once
         return max(_follow(parent, indices, found, True) for parent in below.parents)
-    if nodes.is_map_filter(below):
+    if nodes.is_map_filter(below):  # keeps the indices: a dropped element is None
         return _follow(below.parents[0], indices, found, is_part)
     if below.parents:
         raise Unknown(f"it is unknown which records {below} reads")
     source = source_in(below)
     records = found.setdefault(id(source), SourceRecords(source, is_part))
-    records.is_read[indices % len(source)] = True
+    records.is_read[indices % len(source)] = True  # indices past the end are of later epochs
     return len(indices)
 
 
@@ -192,6 +193,7 @@ def _shared(a: SourceRecords, b: SourceRecords, until: float) -> list[str]:
             raise Unknown(
                 f"{records} is one of several in a zip, and the other pipeline has its own"
             )
+        # Such numbers may stand for different records, for example for different files.
         if isinstance(records.source, grain.MapDataset) and isinstance(records.source[0], int):
             raise Unknown("each pipeline begins with numbers of its own, such as MapDataset.range")
     seen = {_contents(b, i, until) for i in b.indices}

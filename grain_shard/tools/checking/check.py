@@ -116,7 +116,8 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any 
 
     Args:
         ds: The dataset that `shard_to` returned.
-        batches: Most batches to read. Fewer are read if they have more than 1 GiB together.
+        batches: The maximum number of batches to read. Fewer are read if they have more than 1 GiB
+            together.
         seconds: Seconds after which no further batch is read. A proof for which time ran out says
             how many batches it compared.
         apart_from: A dataset with held-out records, before or after ``.shard_to``: no record may be
@@ -160,6 +161,7 @@ def run_checks(ds: Any, batches: int, seconds: float, apart_from: Any) -> Checke
             remedy="check the pipeline in a job of one process, with a mesh of its devices. Run"
             " python -m grain_shard rehearse for several hosts.",
         )
+    # A line is made when it is drawn. So no proof is made if the pipelines share a record.
     lines = _Check(pipeline, batches, seconds).lines()
     if apart_from is not None:
         line = _apart(pipeline, apart_from, time.monotonic() + seconds)
@@ -211,7 +213,8 @@ class _Check:
             return
         proofs = list(self._proofs())
         for proof in proofs:
-            # The last proof starts a process, so it gets the rest of the time.
+            # The last proof starts a process, so it gets the rest of the time. Any other proof
+            # gets at most half of the rest.
             left_s = self._start + self._seconds - time.monotonic()
             line = self._line(proof, left_s if proof is proofs[-1] else left_s / 2)
             yield line
@@ -230,7 +233,7 @@ class _Check:
         def in_this_thread(comparison: Comparison) -> None:
             if ds.host.kind == FEEDS:
                 raise _NotMade("does not apply: each feed is read by its own threads")
-            comparison.add(0, leaves_of(ds.host.first()))
+            comparison.add(0, leaves_of(ds.host.first()))  # `first` reads in the calling thread
 
         def as_it_is(comparison: Comparison) -> None:
             comparison.read(with_options(ds), reference.ranges)
@@ -245,7 +248,7 @@ class _Check:
             comparison.read(with_options(ds, **options), reference.ranges)
 
         def restored(comparison: Comparison) -> None:
-            ranges = reference.restores()
+            ranges = reference.restores()  # ranges that begin with a state to restore
             if not ranges:
                 raise _NotMade("does not apply: an iterator of the stream has no state")
             comparison.read(read_alone(ds), ranges)
@@ -258,14 +261,14 @@ class _Check:
         yield _Proof("a restore, through JSON", _RESTORES, restored)
         meshes = other_meshes(ds, reference.batch_rows)
         for shardings in meshes:
-
+            # The default keeps the shardings of this turn of the loop.
             def on_other_mesh(comparison: Comparison, shardings: Any = shardings) -> None:
                 comparison.read(on_mesh(ds, shardings), reference.ranges)
 
             name = f"mesh {describe_mesh(shardings.mesh_axes)}"
             yield _Proof(name, _ON_ITS_OWN, on_other_mesh)
         if not meshes:
-            yield _Proof("another mesh", "", self._no_mesh)
+            yield _Proof("another mesh", "", self._no_mesh)  # its line says why there is none
         for hosts in _HOSTS:
             yield _Proof(f"{hosts} hosts", _ON_ITS_OWN, self._as_hosts(hosts))
         yield _Proof("a worker process", _OF_WORLDS, in_worker)
@@ -288,22 +291,23 @@ class _Check:
             return Line(proof.name, "", f"not checked: the {self._seconds:g} s ran out")
         comparison = Comparison(self._reference, time.monotonic() + left_s)
         try:
-            self._require_another_pass()
+            self._require_another_pass()  # raises _NotMade if the data can be read only once
             proof.read(comparison)
         except _NotMade as why:
             return Line(proof.name, "", str(why))
         except Exception as error:
             return Line(proof.name, str(comparison), FAILED, self._error_raised(proof, error))
-        if comparison.found is not None and comparison.step is not None:
+        if comparison.found is not None and comparison.step is not None:  # both, or neither
             error = self._error_of_batch(proof, comparison.step, comparison.found)
             return Line(proof.name, str(comparison), FAILED, error)
         return Line(proof.name, str(comparison))
 
     def _error_raised(self, proof: _Proof, error: Exception) -> ShardingError:
+        """Returns the error for a proof that got an error in place of a batch."""
         problem = f"{describe_error(error)} One thread that read alone got no error."
         remedy = f"fix this error. If it gives no reason, {proof.remedy}"
         path = leaf = None
-        if isinstance(error, ShardingError):
+        if isinstance(error, ShardingError):  # it names the leaf, and has a remedy of its own
             problem, remedy, path, leaf = error.problem, error.remedy, error.path, error.leaf
         raised = ShardingError(
             f"{proof.name}: {problem}",
@@ -365,7 +369,7 @@ class _Check:
     def _error_of_record(self, level: Level, wrong: WrongRecord) -> ShardingError:
         """Returns the error for a record that is random, unsafe for threads, or reused."""
         record = f"record {wrong.record:,} of {level.ds}"
-        found = difference_of_records(wrong.got, wrong.alone)
+        found = difference_of_records(wrong.got, wrong.alone)  # `got` and `alone` become texts
         problems_and_remedies = {
             REUSED: (
                 f"a later read changed {record} from {found.alone} to {found.got}. The source, or"

@@ -58,7 +58,9 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
-    """Returns a dataset, or what a function returns, by a text such as ``train:pipeline``.
+    """Returns the dataset that a text such as ``train:pipeline`` names.
+
+    The text may also name a function, which is called and returns the dataset.
 
     Args:
         text: The module, a colon, and the name in the module.
@@ -75,6 +77,7 @@ def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module exists, but it imports one that does not: the user needs the traceback.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise UsageError(

@@ -59,7 +59,7 @@ class Difference(NamedTuple):
         row: Row of the batch; None if the whole leaf differs, in shape or dtype.
         got: The value of one reading, as text.
         alone: The value for one thread that read alone, as text.
-        leaf: Dtype and shape of the leaf.
+        leaf: Dtype and shape of the leaf; "" for a whole record.
     """
 
     path: str | None
@@ -77,13 +77,13 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
         alone: The leaves of the other reading, with all rows.
         rows: int64[n], the rows of the batch that `got` has, ascending; None for all.
     """
-    for path in dict.fromkeys([*alone, *got]):
+    for path in dict.fromkeys([*alone, *got]):  # the paths of both, each once
         a, b = got.get(path), alone.get(path)
         if a is None or b is None:
             present = describe_leaf(b if a is None else a)
             texts = ("no such leaf", present) if a is None else (present, "no such leaf")
             return Difference(path, None, *texts, present)
-        if rows is not None and b.ndim:
+        if rows is not None and b.ndim:  # a scalar has no rows
             b = b[rows]
         if same_values(a, b):
             continue
@@ -93,8 +93,8 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
         if not a.ndim:
             return Difference(path, None, *shown_apart(a, b), describe_leaf(b))
         row = next(i for i in range(len(a)) if not same_values(a[i : i + 1], b[i : i + 1]))
-        of_batch = row if rows is None else int(rows[row])
-        return Difference(path, of_batch, *shown_apart(a[row], b[row]), describe_leaf(b))
+        batch_row = row if rows is None else int(rows[row])
+        return Difference(path, batch_row, *shown_apart(a[row], b[row]), describe_leaf(b))
     return None
 
 
@@ -134,7 +134,7 @@ class Reference:
 
     Args:
         alone: The pipeline.
-        most: Most batches to read. If a batch is large, fewer are read.
+        most: The maximum number of batches to read. If a batch is large, fewer are read.
         until: Time of `time.monotonic` after which no further batch is read.
 
     Attributes:
@@ -143,7 +143,7 @@ class Reference:
         ranges: The batches that were read: the first ones, the last ones, and some in the middle.
         wanted: Number of batches that were to be read.
         last_state: The state after the last batch that was read, as JSON; None without a state.
-        ends_late: True if there was another batch after the last one by `len`.
+        ends_late: True if there was one more batch after the last one by `len`.
 
     Raises:
         ShardingError: The pipeline has no batch, or ends before its last batch.
@@ -162,14 +162,14 @@ class Reference:
                     "the pipeline has no batch to check.",
                     remedy="check that the source has records, and that a .filter keeps some.",
                 )
-            size = sum(array.nbytes for array in first.values()) or 1
+            size = sum(array.nbytes for array in first.values()) or 1  # bytes of a batch
             windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
             self.wanted = sum(map(len, windows))
             for window in windows:
                 steps = range(window.start, self._read(batches, window, num_batches, until))
-                if steps:
+                if steps:  # empty if the time ran out before the first batch of the window
                     self.ranges.append(BatchRange(steps))
-            # The state after the last batch has all fields.
+            # Some fields of a state come only with batches, so the last state has all fields.
             self.last_state: str | None = _state(batches)
 
     def _read(
@@ -186,7 +186,7 @@ class Reference:
             if self._take(batches, step) is None:
                 self._end(step, num_batches)
                 return step
-            if step + 1 == num_batches:
+            if step + 1 == num_batches:  # no batch may follow
                 self.ends_late = next(batches, None) is not None
         return window.stop
 
@@ -239,7 +239,7 @@ def _windows(num_batches: int | None, most: int) -> list[range]:
 
     Args:
         num_batches: Number of batches in all; None if unknown. Then only the first ones are read.
-        most: Most batches to read.
+        most: The maximum number of batches to read.
     """
     if num_batches is None or num_batches <= most:
         return [range(most if num_batches is None else num_batches)]
@@ -313,11 +313,12 @@ class Comparison:
         Returns:
             True to go on with the next host.
         """
-        full, sizes_vary = self.reference.batch_rows, bool(host.host_batch_sizes)
+        full_rows = self.reference.batch_rows
+        sizes_vary = bool(host.host_batch_sizes)  # empty if all full batches have one size
         for steps, _ in self.reference.ranges:
             self.wanted += len(steps)
             start = host.position_at(step=steps.start, record=None) if steps.start else None
-            opened = host.open(start)
+            opened = host.open(start)  # its batches are pairs (batch, position)
             try:
                 for step in steps:
                     item = next(opened.batches, None)
@@ -326,7 +327,7 @@ class Comparison:
                     num_rows = rows_in(self.reference.batches[step])
                     # The shards of a short last batch are those of a full one, whose last rows it
                     # lacks. With several batch sizes each batch has shards of its own size.
-                    rows = layout.rows(num_rows if sizes_vary else full)
+                    rows = layout.rows(num_rows if sizes_vary else full_rows)
                     leaves = None if item is None else leaves_of(item[0])
                     if not self.add(step, leaves, rows[rows < num_rows]):
                         return False

@@ -170,21 +170,24 @@ class Records:
         alone reads all of them again: the source is random if a record differs then, too, and
         unsafe for threads if not.
         """
-        before, reads = sys.getswitchinterval(), self._reads
-        wrong, orders = None, np.random.default_rng(0)
-        # A thread keeps all records of one order, so an order of large records has few of them.
+        switch_interval_s = sys.getswitchinterval()
+        reads_before = self._reads
+        wrong: WrongRecord | None = None
+        rng = np.random.default_rng(0)
+        # `shuffled` yields orders without an end. An order is a list of indices for one thread,
+        # which keeps the records of the order. So an order of large records has few of them.
         most = max(1, self.count * _BYTES // (THREADS * max(1, self._bytes)))
-        shuffled = (orders.permutation([*self._alone])[:most].tolist() for _ in itertools.count())
+        shuffled = (rng.permutation([*self._alone])[:most].tolist() for _ in itertools.count())
         sys.setswitchinterval(_SWITCH_S)
         try:
             for _ in range(_ROUNDS):
                 wrong = wrong or self._first_wrong(shuffled, self._seconds / _ROUNDS, THREADS)
         finally:
-            sys.setswitchinterval(before)
+            sys.setswitchinterval(switch_interval_s)
         if wrong is None:
             return None
-        # A random source or function also differs for one thread alone.
-        passes = 1 + _MORE_ALONE * (self._reads - reads) // self.count
+        # A random source or function also differs for one thread alone, if it reads often enough.
+        passes = 1 + _MORE_ALONE * (self._reads - reads_before) // self.count
         again = itertools.repeat([*self._alone], passes)
         return self._first_wrong(again, self._seconds) or wrong._replace(kind=UNSAFE)
 
@@ -198,7 +201,8 @@ class Records:
             seconds: Seconds after which no further record is read.
             threads: Number of threads.
         """
-        found, until = list[WrongRecord](), time.monotonic() + seconds
+        found = list[WrongRecord]()  # by all threads
+        until = time.monotonic() + seconds
 
         def read(order: Iterable[int]) -> int:
             records = dict[int, Any]()
@@ -209,8 +213,10 @@ class Records:
             # Compared only now, so that threads spend most of the time inside the user's code.
             for index, got in records.items():
                 alone, digest = self._alone[index]
+                # A read that may succeed next time says nothing about the record.
                 is_transient_error = isinstance(got, Exception) and is_transient(got)
                 if not is_transient_error and _digest(got) != digest:
+                    # `_wrong_in_threads` changes the kind if one thread alone gets no difference.
                     found.append(WrongRecord(RANDOM, index, got, alone))
             return len(records)
 

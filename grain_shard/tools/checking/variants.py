@@ -61,9 +61,11 @@ def other_meshes(ds: ShardedDataset, batch_rows: int) -> list[ShardingTree]:
     """
     target = ds.shardings
     named = target.named()
+    # The first mesh axis that shards the rows of any leaf.
     axis = next((axis for s in named for axis in batch_axes(s.spec)[:1]), None)
     if axis is None or any(axis in jax.tree.leaves(tuple(s.spec)[1:]) for s in named):
         return []
+    # If leaves are on different meshes, the mesh with the most shards of the rows counts.
     mesh = cast(Mesh, max(named, key=num_shards).mesh)
     other_axes_size = math.prod(mesh.devices.shape) // mesh.shape[axis]
     devices = jax.local_devices(backend=mesh.devices.flat[0].platform)

@@ -71,7 +71,7 @@ def _verdict(name: str, reason: str, *advice: str) -> Bottleneck:
 
 def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Returns the stage that holds the loop up, with the advice that fits the pipeline."""
-    pipeline = measured.pipeline or PipelineFacts()
+    pipeline = measured.pipeline or PipelineFacts()  # the defaults, for a foreign dataset
     if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
         return _verdict(
             "unseen",
@@ -80,6 +80,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
             "put .repeat() before .batch, and profile again.",
         )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
+    # Without a step there is only the pipeline, so its own slowest stage is the bottleneck.
     if measured.busy(WAIT) < _LITTLE_WAIT and measured.figures.stage_s(STEP) > 0:
         return _verdict(
             STEP,
@@ -132,8 +133,9 @@ def _no_stage(waits: str, measured: Measurement, pipeline: PipelineFacts) -> Bot
             "use a larger global batch if the training step is very short.",
         )
     making = f"{waits}, and batches are in the making only {_making_share(measured):.0%} of it"
+    # The `few` longest waits make up half of the waiting. The shortest of them is `least_s`.
     few, least_s = _longest_waits(measured)
-    if few > _FEW * measured.num_batches:
+    if few > _FEW * measured.num_batches:  # batches arrive evenly
         return _verdict(
             "unseen",
             f"{making}, but the loop waits about as long for most batches: neither a stage nor a"
@@ -156,8 +158,8 @@ def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottl
 
     These threads spend most of their time in `stage`: "read", "batch" or "pad".
     """
-    cores = _making_cores(measured)
-    who = _who(stage, measured)
+    cores = _making_cores(measured)  # number of processors that these threads keep busy
+    who = _who(stage, measured)  # the source, the user's functions or "this"
     is_plural = _FUNCTIONS in who
     if cores >= _COMPUTES:
         rate = measured.num_examples / measured.processor_s(*MAKING)
@@ -185,11 +187,12 @@ def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottl
 
 def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     """Returns the verdict for a loop that is held up by the tasks of an executor."""
+    # A task takes from its submission to its result. Its work is the part at a worker.
     tasks = [s for s in measured.spans if s.part == TASK]
     works = [s for s in measured.spans if s.stage == WORK]
     task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
-    # At most `size` tasks are submitted at a time.
-    workers, size = len({s.thread for s in works}), pipeline.cpu_buffer_size
+    workers = len({s.thread for s in works})
+    size = pipeline.cpu_buffer_size  # the maximum number of tasks under way
     busy = work_s / max(1, workers) / measured.seconds
     task_ms, work_ms = 1e3 * task_s / max(1, len(tasks)), 1e3 * work_s / max(1, len(works))
     reason = (
@@ -201,11 +204,11 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     # `task_ms / work_ms` tasks are under way for it.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
     advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
-    if busy >= _MOST:
+    if busy >= _MOST:  # the workers have enough tasks, and compute
         advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
         if workers >= size:
             advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
-    elif enough <= size:
+    elif enough <= size:  # workers wait, although enough tasks may be under way
         advice = [
             "check the network between the workers and this host: more workers would not help.",
             "let the workers send less: uint8 images, converted to floats inside the step.",
@@ -281,7 +284,7 @@ def _more_side_by_side(who: str, measured: Measurement, pipeline: PipelineFacts)
         measured: The measured loop.
         pipeline: The pipeline's options.
     """
-    full_share = covered_s(measured.rests) / measured.seconds  # of the time, the buffer was full
+    full_share = covered_s(measured.rests) / measured.seconds  # share of the time
     if full_share >= _OFTEN_FULL:
         return (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"

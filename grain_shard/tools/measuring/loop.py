@@ -40,7 +40,7 @@ def run_loop(
     mask_key = MASK_KEY if pipeline is None else pipeline.host.padding.mask_key
     with contextlib.ExitStack() as cleanup, recorded() as spans:
         iterator = iter(ds)
-        if iterator is not ds:
+        if iterator is not ds:  # the user did not pass it, so it ends with this loop
             cleanup.callback(getattr(iterator, "close", lambda: None))
         while len(masks) < num_batches:
             try:

@@ -169,7 +169,7 @@ def profile(
     spans, sizes, read_threads = run_loop(ds, warmup + num_batches, step)
     if not sizes:
         raise ValueError("the dataset has no batch to measure.")
-    warmup = min(warmup, len(sizes) - 1)
+    warmup = min(warmup, len(sizes) - 1)  # the dataset may have ended early
     sizes = sizes[warmup:]
     # The measured loop begins with the wait for its first batch.
     start = [s.start for s in spans if s.stage == WAIT][warmup]

@@ -56,10 +56,11 @@ def draw(measured: Measurement, bottleneck: str) -> Figure:
             shades = [(color, 1.0), (color, 0.6)]
             axes.broken_barh(bars, (bottom, height), facecolor=shades, edgecolor=color)
         a_batch = lanes[lane] / measured.num_batches * 1e3
+        # A line without points, which makes the entry of this lane in the legend.
         axes.plot([], [], color=_COLORS[lane], linewidth=7, label=f"{lane} {a_batch:.2f} ms")
     names = [f"{lane}\n(bottleneck)" if lane == bottleneck else lane for lane in lanes]
     axes.set_yticks(range(len(lanes)), names)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)  # the first lane is at the top
     axes.set_xlim(0, measured.seconds * 1e3)
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)

@@ -90,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
             "  remedy: name the slice by --topology, in place of --hosts."
         )
     parameters = inspect.signature(plan).parameters
+    # The options that have the name of a parameter of `plan` are its arguments.
     options = {name: value for name, value in vars(args).items() if name in parameters}
     try:
         if args.topology is None:
@@ -99,14 +100,14 @@ def main(args: argparse.Namespace) -> int:
         planned = plan(mesh, **options)
     except ShardingError as error:  # the options are wrong, because a plan depends on nothing else
         raise UsageError(str(error)) from None
-    size = planned.reads.padded_batch_size
+    padded_rows = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
         # The user's script runs on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        memory = compile_step(load_step(*args.compile), mesh, args.spec, size)
+        memory = compile_step(load_step(*args.compile), mesh, args.spec, padded_rows)
     if args.picture is not None:
-        draw_mesh(mesh, args.spec, size, args.picture)
+        draw_mesh(mesh, args.spec, padded_rows, args.picture)
         print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}

@@ -1,6 +1,6 @@
 """Compiles a training step for a TPU slice, without the slice.
 
-The result shows if the step fits in memory, and takes batches in the shardings of `shard_to`.
+The result shows whether the step fits in memory, and takes batches in the shardings of `shard_to`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compile_step(
 
     The step is traced under `jax.set_mesh`, and not run. `build` is not called under it, so that it
     can make arrays on this machine, such as keys. If `build` needs the mesh, for example to find
-    the shapes and shardings of a state by `jax.eval_shape`, it calls `jax.set_mesh` itself.
+    the shapes and shardings of a state with `jax.eval_shape`, it calls `jax.set_mesh` itself.
 
     The state decides the type of the axes, Explicit or Auto: if its mesh differs from `mesh` only
     in these types, the batch is on the state's mesh, too. So for Auto axes `build` places the state
@@ -97,9 +97,9 @@ def compile_step(
         try:
             lowered = lower(step, state, batch)
         except ValueError as error:
-            anywhere = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+            unsharded = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
             try:
-                lower(step, state, anywhere)
+                lower(step, state, unsharded)
             except ValueError:
                 raise error from None  # the step also fails without shardings: another cause
             raise ShardingError(

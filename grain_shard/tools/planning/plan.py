@@ -77,6 +77,7 @@ def plan(
     padded_batch_size = layout.padded(global_batch_size)
     steps = _num_batches(num_records, global_batch_size, layout, remainder)
     held_records = min(num_records, steps * global_batch_size)  # all but those that are dropped
+    # `rows_of_last` is 0 if the last batch is full.
     full_batches, rows_of_last = divmod(held_records, global_batch_size)
     devices = target.devices()
 
@@ -105,6 +106,7 @@ def plan(
     shards = [num_shards(sharding) for sharding in target.named()] or [1]
     kind = devices[0].device_kind
     planned = Plan(
+        # Devices that only stand in for real ones do not know their kind.
         device_kind=kind if hardware is None or kind != UNKNOWN_KIND else str(hardware),
         hardware=hardware or detect_hardware(devices[0]),
         num_devices=len(devices),

@@ -113,8 +113,8 @@ class Plan(InNotebooks):
         dropped_records_per_epoch: Number of records of an epoch that are in no batch.
         rows_per_device: Rows of one shard of a batch, padding included; of the smallest shard if
             there are several specs.
-        device_bytes: Most bytes of a batch on one device. A device holds fewer if a spec also
-            shards other dims than the rows. None without `record_bytes`.
+        device_bytes: The maximum number of bytes of a batch on one device. A device holds fewer if
+            a spec also shards other dims than the rows. None without `record_bytes`.
         reads: The rows that the hosts read.
         hosts_with_the_same_rows: Groups of two or more hosts whose devices hold the same rows. A
             group is a tuple of process indices.
@@ -192,6 +192,7 @@ class Plan(InNotebooks):
             yield Padding(Text.assemble(("warning: ", "bold yellow"), warning), (0, 2))
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines of the table about the job: pairs (name, value)."""
         axes = describe_mesh(self.mesh.items()) or "none"
         yield "devices", f"{self.num_devices:,} x {self.device_kind} on {self.num_hosts:,} hosts"
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
@@ -202,12 +203,12 @@ class Plan(InNotebooks):
             # By default two batches wait on the devices (shard_to's device_buffer_size).
             one, two = map(describe_bytes, (self.device_bytes, 2 * self.device_bytes))
             yield "device memory", f"{one} a batch, {two} for two that wait"
-        ends = f"{self.padded_rows_per_epoch:,} rows of padding"
+        unused = f"{self.padded_rows_per_epoch:,} rows of padding"
         if self.dropped_records_per_epoch:
-            ends += f", {self.dropped_records_per_epoch:,} records dropped"
-        yield "epoch", f"{self.steps_per_epoch:,} steps for {self.num_records:,} records; {ends}"
-        times = self.reads.amplification
-        on = "one host" if times == 1 else f"{times:.3g} hosts"
+            unused += f", {self.dropped_records_per_epoch:,} records dropped"
+        yield "epoch", f"{self.steps_per_epoch:,} steps for {self.num_records:,} records; {unused}"
+        hosts_per_row = self.reads.amplification
+        on = "one host" if hosts_per_row == 1 else f"{hosts_per_row:.3g} hosts"
         most = max(self.reads.hosts, key=lambda host: host.rows_per_step)
         step = f"at most {most.rows_per_step:,} rows of a host in a step"
         if most.bytes_per_step is not None:

@@ -129,6 +129,11 @@ class _StandIn:
 
 
 def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> Mesh:
+    """Returns a mesh of all the devices, in the order that JAX chooses.
+
+    Raises:
+        ShardingError: The axes do not fit the devices.
+    """
     for name, size in axes.items():
         require_int(f"mesh axis {name}", size, 1)
     if math.prod(axes.values()) != len(devices):
@@ -142,7 +147,7 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
         if slices > 1:
             return _hybrid_mesh(axes, devices, slices)
         return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # JAX knows no such mesh on this topology
         raise ShardingError(
             f"jax.make_mesh finds no order of the devices for these axes: {error}",
             mesh_axes=axes.items(),

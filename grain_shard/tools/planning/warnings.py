@@ -40,11 +40,11 @@ def find_warnings(plan: Plan, hardware: HardwareType | None) -> Iterator[str]:
             f" {plan.global_batch_size} rows do not split into {divisor} shards. Use"
             f" a global batch of {round_up(plan.global_batch_size, divisor)} rows."
         )
-    # The warning above is of the padding that every batch has. All further padding is in the short
-    # last batch of an epoch.
+    # The warning above is about the padding that every batch has. All further padding is in the
+    # short last batch of an epoch.
     in_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = in_last / (plan.steps_per_epoch * size)
-    if plan.num_records < plan.global_batch_size:
+    if plan.num_records < plan.global_batch_size:  # the only batch is the last one
         yield (
             f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
             " records of an epoch. Use a smaller batch size, or repeat the records before .batch"

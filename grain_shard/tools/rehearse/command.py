@@ -52,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
         # sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup(1), SIGHUP stays ignored
+                # The inner call sets `stop`, and returns the handler to set again at the end.
                 cleanup.callback(signal.signal, number, signal.signal(number, stop))
         try:
             result = run_script(

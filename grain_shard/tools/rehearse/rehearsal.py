@@ -89,6 +89,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:
         script, call = Path(directory, "call.py"), Path(directory, "call")
         script.write_text(_CALL_SCRIPT)
+        # The script loads sys.path first, because the function may need it to be loaded.
         call.write_bytes(pickle.dumps(sys.path) + _pickle_call(function, args))
         result = run_script(
             [str(script), str(call)],
@@ -100,6 +101,7 @@ def run(
         )
         if result.exit_code != 0:
             raise RehearsalError(result)
+        # Each host has written its result beside the file `call`.
         return [pickle.loads(Path(f"{call}.{host}").read_bytes()) for host in range(hosts)]
 
 
@@ -138,7 +140,8 @@ def run_script(
     deadline = time.monotonic() + timeout_s
     events: queue.Queue[tuple[int, str | None]] = queue.Queue()
     lines: list[list[str]] = [[] for _ in range(hosts)]
-    running, timed_out_hosts = set(range(hosts)), []
+    running = set(range(hosts))
+    timed_out_hosts: list[int] = []
     failed_host: int | None = None
 
     def record(host: int, line: str | None) -> None:  # None means that the process has ended
@@ -156,8 +159,8 @@ def run_script(
         cleanup.callback(end, processes)
         for host in range(hosts):
             variables = host_environment(host, hosts, devices_per_host, port) | dict(env or {})
-            words = [str(notes / str(host)), *argv]
-            processes.append(HostProcess(host, words, variables, events))
+            host_argv = [str(notes / str(host)), *argv]  # the path of its notes comes first
+            processes.append(HostProcess(host, host_argv, variables, events))
         # Take lines and ends of processes, until all hosts or the first to fail have ended, or time
         # runs out. The exit of this block ends the hosts that still run.
         while running and (failed_host is None or not end_others):

@@ -60,7 +60,7 @@ class RehearsalResult:
         return "\n".join([*head, *tails, *remedy])
 
     def verdict(self) -> list[str]:
-        """Returns the lines of `summary` without the hosts' own lines, which `echo` has already."""
+        """Returns the lines of `summary` without the hosts' own lines, which `echo` shows."""
         lines = []
         if self.failed_host is not None:
             failed = f"host {self.failed_host} failed first, with exit code {self.exit_code}"

@@ -68,7 +68,8 @@ def show(batch_or_dataset: Any) -> None:
           6:8    devices 6, 7
         <BLANKLINE>
     """
-    batch, tables = batch_or_dataset, []
+    batch = batch_or_dataset
+    tables: list[FittingTable] = []
     if (ds := sharded(batch_or_dataset)) is not None:
         batch = ds.abstract_batch()
         facts = list(_facts(ds, batch))
@@ -116,14 +117,14 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
     batches = ds.num_batches()
     yield "batches", "unknown until the stream ends" if batches is None else f"{batches:,}"
     if global_batch_size is not None:
-        records = ds.records_per_batch() or global_batch_size
+        records = ds.records_per_batch() or global_batch_size  # if unknown, as without padding
         if records < global_batch_size:
             padding = f"{records:,} records + {global_batch_size - records:,} of padding"
             yield "rows of a batch", f"{global_batch_size:,}: {padding}"
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
-    if why := ds.host.why_unsaved():
+    if why := ds.host.why_unsaved():  # "" if a state can be saved
         yield "state", why.splitlines()[0]
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
     buffers = f"{on_devices} batches on the devices, {on_host} on the host"

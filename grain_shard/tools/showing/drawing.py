@@ -57,9 +57,9 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         dims = zip(index, leaf.shape[: _dims_drawn(leaf.sharding)], strict=False)
         held.setdefault(tuple(part.indices(size)[:2] for part, size in dims), []).append(device)
-    lines = sorted({piece[0] for piece in held})
-    columns = sorted({piece[1:] for piece in held})
-    shown = columns[:_MAX_COLUMNS]
+    lines = sorted({piece[0] for piece in held})  # the ranges of rows
+    columns = sorted({piece[1:] for piece in held})  # the ranges of the other dims
+    shown_columns = columns[:_MAX_COLUMNS]
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
     title = describe_few(paths)
@@ -68,11 +68,14 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
     if len(columns) > _MAX_COLUMNS:
         title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
     cells = [
-        [describe_ranges([rows]), *(_devices(held[rows, *dims], several_hosts) for dims in shown)]
+        [
+            describe_ranges([rows]),
+            *(_devices(held[rows, *dims], several_hosts) for dims in shown_columns),
+        ]
         for rows in lines[:_MAX_LINES]
     ]
     drawing = FittingTable(
-        ["rows", *map(_column_head, shown)],
+        ["rows", *map(_column_head, shown_columns)],
         cells,
         left=1 + _MAX_COLUMNS,
         row_styles=[f"black on {color}" for color in FILLS],

@@ -62,9 +62,9 @@ class FittingTable(InNotebooks):
             words = " ".join([head, *cells]).split()
             is_left = i < left
             # No column is narrower than its longest unbreakable text.
-            least = max(map(cell_len, words if is_left else [*head.split(), *cells]))
+            min_width = max(map(cell_len, words if is_left else [*head.split(), *cells]))
             justify = "left" if is_left else "right"
-            self._table.add_column(Text(head), justify=justify, min_width=least)
+            self._table.add_column(Text(head), justify=justify, min_width=min_width)
         for line in self._lines:
             self._table.add_row(*map(Text, line))  # rich would read words in brackets as a style
 
@@ -89,7 +89,8 @@ class FirstLines(InNotebooks):
 
     Args:
         parts: The tables and texts.
-        most: Most lines to print. If there are more, the last line that is printed is "and more".
+        most: The maximum number of lines to print. If there are more, the last line that is printed
+            is "and more".
     """
 
     def __init__(self, parts: Sequence[Any], most: int):
