@@ -67,6 +67,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif value is None:
         yield b"<none>"
     elif isinstance(value, Mapping):
+        # Sorted, so that the order of the keys does not count.
         yield f"<mapping {len(value)}>".encode()
         yield from sorted(b"".join(_parts((key, item))) for key, item in value.items())
     elif isinstance(value, list | tuple):

@@ -176,10 +176,12 @@ def _to_json(value: Any, path: _Path) -> Any:
             return {_TENSOR: _of_array(value.numpy())}
     if isinstance(value, np.generic | np.ndarray) and not value.shape:
         value = value.item()
+    # Containers below more levels reach the error at the end.
     if len(path) < _MOST_LEVELS:
         if isinstance(value, Mapping):
             if all(type(key) is str and key not in _MARKS for key in value):
                 return {key: _to_json(item, (*path, key)) for key, item in value.items()}
+            # JSON has only text as keys, and a key like `_TUPLE` would be taken for a mark.
             return {_PAIRS: [_to_json(list(item), (*path, item[0])) for item in value.items()]}
         if isinstance(value, list | tuple):
             items = [_to_json(item, (*path, index)) for index, item in enumerate(value)]

@@ -62,7 +62,7 @@ def leaves_of(
     """
     try:
         return jax.tree.flatten(tree)
-    except ValueError:
+    except ValueError:  # JAX cannot sort the keys of a dict
         pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_mixed_keys)[0]
         for keys, node in pairs:
             if _has_mixed_keys(node):
@@ -315,9 +315,9 @@ def _first_leaf(objects: np.ndarray) -> Any:
 def _remedy_of(dtype: np.dtype) -> str:
     if dtype == jax.dtypes.float0:  # the dtype of an integer's gradient
         return "drop the leaf: it holds no values."
-    if dtype.names:
+    if dtype.names:  # a structured dtype
         return "make a leaf of each field in .map: {name: x[name] for name in x.dtype.names}."
-    if dtype.kind == "V":
+    if dtype.kind == "V":  # raw bytes
         return (
             "say in .map what the bytes are, for example .view(ml_dtypes.bfloat16). A .npy file"
             " does not keep such a dtype."
@@ -395,6 +395,7 @@ class FlatBatch:
 
 
 def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoReturn:
+    """Raises the error for leaves that differ in their number of rows, or are all scalars."""
     sized = [(path, array) for path, array in zip(paths, arrays, strict=True) if array.ndim]
     if not sized:
         raise ShardingError(

@@ -35,7 +35,7 @@ _PAUSE_S = 1.0
 # A pickled pipeline of more bytes than this gives a warning, because each task carries the
 # pipeline. Most likely the source holds the data itself. A pipeline that reads files has some kB.
 _LARGE_BYTES = 2**20
-# Most unpickled pipelines that a worker keeps.
+# The maximum number of unpickled pipelines that a worker keeps.
 _KEPT = 8
 
 # The result of a task: the leaves of a batch, its structure, counts of failed reads, the seconds of
@@ -131,9 +131,10 @@ class ExecutorBatches(Producer[int]):
             raise made
         leaves, structure, counts, seconds, worker = made
         self._faults.add(counts)
+        # The clock of another process is not this one's, so the work counts as ending now.
         now = time.perf_counter()
         record(Span(WORK, worker, now - seconds, now))
-        if isinstance(structure, bytes):
+        if isinstance(structure, bytes):  # from another process; see `Made`
             structure = pickle.loads(structure)
         return owned(structure.unflatten(leaves))
 

@@ -51,7 +51,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     Args:
         host: The source of this host's batches.
         put_batch: Puts the host's batches on the devices.
-        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        device_buffer_size: The maximum number of batches that wait on the devices or are on their
+            way there.
         group_settings: The hosts among which the iterator runs; None if the mesh has only one host.
         dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
@@ -78,10 +79,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     ):
         super().__init__()
         self.dataset = dataset
-        self._host, self._is_closed = host, False
+        self._host = host
+        self._is_closed = False
         self._moves = 0  # number of times that the user has sent the iterator to another position
         self._meter = Meter(mask_key=host.padding.mask_key)
         self._inputs = RunInputs(host, put_batch, self._meter, device_buffer_size, group_settings)
+        # The threads of all runs get these contexts, so their work counts in this meter.
         with counted_by(self._meter):
             self._contexts = Contexts()
             self._open(None)
@@ -262,7 +265,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Raises:
             GrainShardError: A thread is still inside the user's stream. The call may be repeated.
         """
-        self._is_broken = True
+        self._is_broken = True  # until `_open` has opened a run; if it does not, the next call does
         try:
             self._run.close()  # before the next run opens, which may read from the same source
         except Exception:

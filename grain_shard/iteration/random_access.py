@@ -128,6 +128,7 @@ class RandomAccess(HostBatches):
                 remedy=f"call seek(step); or, to seek a record, {HOW_TO_COUNT_RECORDS}",
             )
         records = cuts.records * self._batching.num_epochs
+        # The caller gives either a step or a record, so `record` is not None here.
         if record is None or not 0 <= record <= records:
             raise ShardingError(
                 f"there is no record {record!r}: all epochs together have {records:,} records.",
@@ -242,6 +243,7 @@ class RandomAccess(HostBatches):
         if state.get(KIND) == self.kind and self._STEP in state:
             # Another unit is the best explanation if nothing else differs, or if the state lacks
             # what a position of this pipeline has. Otherwise `check_fingerprint` explains more.
+            # A field that the state lacks counts as equal here.
             fits = all(state.get(name, value) == value for name, value in current.items())
             if fits or not all(key in state for key in keys):
                 self._require_counted_alike(state)

@@ -27,7 +27,8 @@ class RunInputs:
         host: The source of this host's batches.
         put_batch: Puts the host's batches on the devices.
         meter: Counts the batches, and measures the waits of the training loop.
-        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        device_buffer_size: The maximum number of batches that wait on the devices or are on their
+            way there.
         group_settings: The hosts among which the iterator runs; None if the mesh has only one host.
     """
 
@@ -131,7 +132,7 @@ class Run:
             self.end.throw()
         inputs, group = self._inputs, self.group
         group.asks()
-        with inputs.meter:
+        with inputs.meter:  # measures the wait
             try:
                 batch = next(self.stage)
             except StopIteration:
@@ -165,7 +166,8 @@ class Run:
         except StopIteration:
             pass  # the end of this host's batches comes in a later `next`
         except BaseException as error:
-            # So does the error of a later batch. The first batch can be compared nevertheless.
+            # So does the error of a later batch: the first batch can be compared without it. Any
+            # other error ends this call.
             if error is not self._batches.known().end:
                 raise
         record.run()  # reads the record if no thread of the batches has read it

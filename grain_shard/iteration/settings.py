@@ -19,8 +19,9 @@ class Settings:
 
     Attributes:
         shardings: The sharding of each leaf of a batch.
-        cpu_buffer_size: Most batches in host memory, ready or being made.
-        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        cpu_buffer_size: The maximum number of batches in host memory, ready or being made.
+        device_buffer_size: The maximum number of batches that wait on the devices or are on their
+            way there.
         num_threads: Number of threads that read a `MapDataset`, or run feeds, side by side. None
             adapts the number while the pipeline runs. For a stream, the limit for the threads of
             its ``.to_iter_dataset``.
@@ -56,7 +57,7 @@ class Settings:
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
                 remedy="pass timeout_s as the most seconds that one host may wait for another.",
             )
-        is_class = isinstance(self.executor, type)
+        is_class = isinstance(self.executor, type)  # not an object of the class
         if self.executor is not None and (is_class or not hasattr(self.executor, "submit")):
             raise ShardingError(
                 f"executor={self.executor!r} is not a concurrent.futures.Executor.",

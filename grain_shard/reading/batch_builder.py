@@ -81,23 +81,26 @@ class BatchBuilder:
         if elements is None:
             with span(READ):
                 elements = self.way(start, stop).read(self.faults)
+        # `first` counts within `elements`, and `begin` within the batch.
         first, count = 0, len(elements)
+        # True if rows are only copied out of arrays; see `_GATHERED`.
         gathers = isinstance(elements, ArrayRows) and not self.route.steps
         while first < count:
             # `rows_at_a_time` depends on the size of a row. It is 1 until a first row is known.
             most = self.template.rows_at_a_time * (_GATHERED if gathers else 1)
             rows, begin = elements[first : first + most], start + first
             if self.route.steps:
-                # The functions have a part of their own only if the read above ran none of them.
+                # The functions' time is counted as MAP only if the read above ran none of them.
                 with span(READ, part=MAP if self.route.runs_no_function else None):
                     rows = self.route.finish(rows, self.faults, begin)
             if self.faults.masks:  # `max_bad_records` may be a share of the records read
                 self.faults.count(FaultCounts(records=len(rows)))
             with span(BATCH):
+                # Only a list can hold an `Unreadable`: `ArrayRows` were read without an error.
                 if isinstance(rows, list) and Unreadable in map(type, rows):
                     self._leave_out_bad(rows, begin)
                 self._put(rows, begin)
-            if isinstance(elements, list):
+            if isinstance(elements, list):  # frees the memory of the elements
                 elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
         with self._lock:
@@ -190,8 +193,8 @@ class BatchBuilder:
     def _error_naming_record(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of an unreadable record, with a note that names the record.
 
-        The record is evaluated once more, so that the note can say if a second try succeeded. If
-        a call for several records failed, each of these records is evaluated. The first one that
+        The record is evaluated once more, so that the note can say whether a second try succeeded.
+        If a call for several records failed, each of these records is evaluated. The first one that
         fails again is named, and its new error is returned.
 
         Args:
@@ -207,8 +210,9 @@ class BatchBuilder:
             try:
                 # Read by Grain's own code, without the shortcuts of this package.
                 with_arrays(self.template.records[record])
-            except Exception as another:
-                found = error if bad.among == 1 else another
+            except Exception as second:
+                # The error of a call for several records may be about a different record.
+                found = error if bad.among == 1 else second
                 found.add_note(self._where(record, 1))
                 return found
         where, advice = self._where(records[0], len(records)), self.faults.advice(error)

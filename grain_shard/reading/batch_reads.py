@@ -26,8 +26,9 @@ from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.pool import End, Task, Tasks
 from grain_shard.trees import Batch
 
-# The most records in one call of a source. With array_record, a record costs 25 us in a call for
-# 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls gain little.
+# The maximum number of records in one call of a source. With array_record, a record costs 25 us in
+# a call for 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls
+# gain little.
 _RECORDS_PER_CALL = 1024
 # If records are read one by one, a task takes as many records as it can read in about this many
 # seconds. Shorter tasks would cost too much, because each task costs some microseconds. In a longer
@@ -61,12 +62,14 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         first_record: FirstRecord,
     ):
         self._builders = _builders(batching, indices, faults)
-        self._num_batches, self._begun = len(indices), 0
+        self._num_batches = len(indices)
+        self._begun = 0  # number of batches that were begun
         self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
+        # None once a task has it, or if it was read already.
         self._first_record = None if first_record.is_read else first_record
         self._reads_many = batching.reads_many
-        self._batch_size = max(1, batching.records_per_batch)
-        self._template: RowTemplate | None = None  # of the batches that were begun
+        self._batch_size = max(1, batching.records_per_batch)  # this host's records of a batch
+        self._template: RowTemplate | None = None  # None before the first batch is begun
         # The records of the last begun batch that no task has yet; None if there are none.
         self._rest: _Range | None = None
         self._error: Raised | None = None  # the error of the next batch, which cannot begin
@@ -128,7 +131,8 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
                 except BaseException as error:
                     self._error = Raised.of(error)
                     break
-                self._begun, self._template = self._begun + 1, builder.template
+                self._begun += 1
+                self._template = builder.template
                 self._rest = _Range(self._begun - 1, builder, 0, builder.size)
             if self._rest.number >= limit:  # an earlier batch has failed, which lowered `limit`
                 break

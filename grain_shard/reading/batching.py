@@ -120,7 +120,10 @@ class Batching(HostRows):
 
     @property
     def records_per_batch(self) -> int:
-        """Most records that this host reads for a batch; 1 if a batch is read as a whole."""
+        """The maximum number of records that this host reads for a batch.
+
+        It is 1 if a batch is read as a whole.
+        """
         return max(self.host_batch_sizes) if self.reads_rows_alone else 1
 
     @property
@@ -204,8 +207,8 @@ class Batching(HostRows):
         """Returns a copy with padding. If `remainder` is "drop", the copy has no short batches.
 
         Raises:
-            ShardingError: `remainder` is "error" and a batch is short; it is "drop" and no batch is
-                full; or it is either of them, and it is unknown which batches are short.
+            ShardingError: `remainder` is "error" and a batch is short; `remainder` is "drop" and no
+                batch is full; or, with either of the two, it is unknown which batches are short.
         """
         padded = super().padded(padding)
         if padding.pads_short:

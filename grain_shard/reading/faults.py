@@ -89,8 +89,9 @@ class FaultRules:
         retries: Number of further tries of a failed read; a number, or `Retries`.
         on_bad_record: "error" ends the run at an unreadable record. "mask" puts a row of padding in
             its place. In a feed "mask" drops the record, as a filter does.
-        max_bad_records: Most records that may be unreadable on a host before the run ends: a
-            number, or a share of the records that the host has read (counted as at least 1,000).
+        max_bad_records: The maximum number of records that may be unreadable on a host before the
+            run ends: a number, or a share of the records that the host has read (counted as at
+            least 1,000).
         is_read_once: True if each record is read on one host only. If several hosts read a record,
             it is masked only after an error that every host gets. After any other error, some hosts
             might have the record and others not, so their rows would differ.
@@ -205,10 +206,10 @@ class Faults(Recovery):
         self._counts = FaultCounts()
         self._exhausted = 0  # number of records that failed at every try
         self._is_stopped = False
-        self._others: list[Faults] = []  # made by `apart`
+        self._others: list[Faults] = []  # made by `with_own_counts`
         self._lock = threading.Lock()
 
-    def apart(self) -> Faults:
+    def with_own_counts(self) -> Faults:
         """Returns an object with the same rules and its own counts, to pass to `add` later."""
         self._others.append(Faults(self.rules, is_worker=True))
         return self._others[-1]
@@ -217,14 +218,14 @@ class Faults(Recovery):
         return functools.partial(Faults, is_worker=True), (self.rules,)
 
     def counts(self) -> FaultCounts:
-        """Returns the counts so far, with the retries of all objects that `apart` made."""
+        """Returns the counts so far, including the retries of objects of `with_own_counts`."""
         # Without a lock: the main thread may call this, and an interrupt could leave a lock held.
         counts = self._counts
         retries = sum(other._counts.retries for other in self._others)
         return counts._replace(retries=counts.retries + retries)
 
-    def taken(self) -> FaultCounts:
-        """Returns the counts since the last call of `taken`, and sets the counts to 0."""
+    def take_counts(self) -> FaultCounts:
+        """Returns the counts since the last call of `take_counts`, and sets the counts to 0."""
         with self._lock:
             counts, self._counts = self._counts, FaultCounts()
             return counts
@@ -264,15 +265,24 @@ class Faults(Recovery):
         """Reads again after growing pauses, up to `retries` times, while the error may go away.
 
         If a function of the user failed, only the classes in ``Retries(on=...)`` are tried again.
+
+        Args:
+            error: The error of the first try.
+            again: Makes a further try, and returns the element.
+            in_function: True if a function of the user failed, not a read.
+
+        Returns:
+            The element, or an `Unreadable` with the error of the last try.
         """
-        heals, tries = (self._is_named if in_function else self.may_heal), 0
+        heals = self._is_named if in_function else self.may_heal
+        tries = 0  # number of further tries
         try:
             while tries < self._retries.times and heals(error) and self._pause(tries, error):
                 tries += 1
                 try:
                     return again()
-                except Exception as another:
-                    error = another
+                except Exception as latest:
+                    error = latest
             if tries:
                 error.add_note(f"grain_shard: the read was tried {tries + 1} times")
                 if self.may_leave_out(error):
@@ -285,6 +295,10 @@ class Faults(Recovery):
 
     def _pause(self, tries: int, error: Exception) -> bool:
         """Counts and logs a further try, and waits before it. Returns False if `stop` was called.
+
+        Args:
+            tries: Number of further tries so far, without the first try.
+            error: The error of the last try.
 
         Raises:
             BadRecordsError: More records failed at every try than may be bad.
@@ -299,9 +313,11 @@ class Faults(Recovery):
             f" pipeline. Further retries are not logged for {_LOG_EVERY_S} s."
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
+        # The exponent is limited, because a float cannot hold the power of very many tries.
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
         # `stop` must not need a lock, because the garbage collector may call it in any thread, even
-        # in one that holds a lock. So the pause sleeps in short slices, and looks for `stop`.
+        # in one that holds a lock. So the pause sleeps in short slices, and checks
+        # for `stop` after each.
         until = time.monotonic() + longest_s * _lengths.uniform(0.5, 1.0)
         while not self._is_stopped and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _SLICE_S))
@@ -364,7 +380,7 @@ class Faults(Recovery):
         self._count_bad(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
-        """Adds the counts of a worker process, or of an object that `apart` made.
+        """Adds the counts of a worker process, or of an object that `with_own_counts` made.
 
         Raises:
             BadRecordsError: There are now too many bad records.
@@ -375,7 +391,17 @@ class Faults(Recovery):
             self._count_bad(bad, None)
 
     def _count_bad(self, bad: BadRecord, error: BaseException | None) -> None:
-        """Counts a bad record. Outside a worker, also logs it and raises an error for too many."""
+        """Counts a bad record. Outside a worker, also logs it and raises an error for too many.
+
+        Args:
+            bad: The record.
+            error: The record's error; None if only its text is known, because another process or
+                object has counted the record before.
+
+        Raises:
+            BadRecordsError: There are now too many bad records.
+        """
+        # The sums so far, as in `FaultCounts`.
         _, count, listed, records = self.count(FaultCounts(bad_records=1, listed=(bad,)))
         if self._is_worker:
             return
@@ -385,7 +411,7 @@ class Faults(Recovery):
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
-            some = dict.fromkeys([*listed[:9], bad])
+            some = dict.fromkeys([*listed[:9], bad])  # a dict, so that no record comes twice
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"

@@ -70,9 +70,11 @@ def records_fingerprint(
         records or, for a mixture, its weights.
     """
     mixture = _mixture_in_order(records, after)
+    # The text and parameters of each node, from the last one back.
     described = [(_text(node), nodes.parameters(node)) for node in after]
     described.append((f"batch(drop_remainder={drop_remainder})", ()))
     for node in nodes.walk(records):
+        # The text of a mixture has its weights, which are a field of their own below.
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and sources, so the weights replace it.
@@ -178,12 +180,12 @@ def check_fingerprint(
     optional: Sequence[str] = (),
     if_data_changed: str = "",
 ) -> None:
-    """Raises an error if another pipeline saved a state.
+    """Raises an error if a different pipeline saved a state.
 
     Args:
         state: The state.
         current: The fingerprint of the pipeline that restores the state.
-        name: The restoring pipeline in messages, such as "a stream".
+        name: The name of the restoring pipeline in messages, such as "a stream".
         keys: Keys that the state must have besides the fingerprint.
         optional: Fields of the fingerprint that a state may lack.
         if_data_changed: What to do if the data has changed on purpose, for example if it has grown.
@@ -192,6 +194,7 @@ def check_fingerprint(
         StateError: The state is of another kind, lacks a field, has an unknown field, or differs
             from the fingerprint in a field. The message names the fields.
     """
+    # A state without a kind is refused below, because it lacks a field.
     if state.get("kind", current["kind"]) != current["kind"]:
         raise StateError(
             f"the state is of kind {shortened(state['kind'])}, and this is {name}.\n"
@@ -199,7 +202,8 @@ def check_fingerprint(
         )
     missing = [key for key in (*keys, *current) if key not in (*state, *optional)]
     changed = [key for key in current if key in state and state[key] != current[key]]
-    # If a field is missing and another one has changed, the change explains more.
+    # If a field of the fingerprint is missing and another one has changed, the change explains
+    # more. But without one of `keys`, it is not such a state at all.
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
             f"the state is not the state of {name}: it lacks {', '.join(map(repr, missing))}."
@@ -208,6 +212,7 @@ def check_fingerprint(
         )
     if changed:
         lines = [f"  {n}: saved {shortened(state[n])}, now {current[n]!r}" for n in changed]
+        # The name of the changed transformation says more than two digests.
         if TRANSFORMS in changed and (change := _change(current[TRANSFORMS], state[TRANSFORMS])):
             lines[changed.index(TRANSFORMS)] = f"  {TRANSFORMS}: {change}"
         raise StateError(
@@ -222,6 +227,12 @@ def check_fingerprint(
 
 
 def _remedy(changed: Sequence[str], if_data_changed: str) -> str:
+    """Returns the remedy for a state that differs from the pipeline in some fields.
+
+    Args:
+        changed: The names of these fields.
+        if_data_changed: What to do if the data has changed on purpose; "" for nothing.
+    """
     remedy = "restore with the pipeline that saved the state."
     if "global_batch_size" in changed:
         remedy = (

@@ -117,9 +117,12 @@ class Padding:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
         pairs = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_empty)[0]
-        given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
+        given = {path_of(keys): value for keys, value in pairs}
+        found: list[np.ndarray] = []  # the result
+        used = set[str]()  # the paths in the tree to which a path in `given` may refer
         # A None in the tree is not an array to pad, but `pad_value` may have a value for it.
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
+            # The paths of the nodes from the root to the leaf. At most one of them has a value.
             nodes = [path_of(keys[:depth]) for depth in range(len(keys) + 1)]
             value = next((given[path] for path in nodes if not is_empty(given.get(path))), 0)
             # An empty tree in `pad_value` fits a tree, but not an array.
@@ -214,7 +217,7 @@ def _fits(value: Any, dtype: np.dtype) -> bool:
             held = np.array(value, dtype).item()
     except (TypeError, ValueError, OverflowError):
         return False
-    if held == value or (held != held and value != value):
+    if held == value or (held != held and value != value):  # `x != x` finds NaNs
         return True
     try:
         largest = float(jnp.finfo(dtype).max)
@@ -242,7 +245,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
             the batch does not have.
     """
     arrays, mask_key = batch.arrays, padding.mask_key
-    bad = [*bad_rows, *range(batch.rows, size)]
+    bad = [*bad_rows, *range(batch.rows, size)]  # all rows to fill with padding
     # The default 0 fits every leaf. Any other pad value is checked even if no row is missing, so
     # that a wrong value raises an error at the first batch.
     is_zero = type(padding.pad_value) is int and padding.pad_value == 0

@@ -94,10 +94,13 @@ class RecordBatching(Batching):
         cuts = [self.cut(index) for index in indices]
         records: list[np.ndarray] = []  # the records that this host reads for each batch: int64[n]
         for cut in cuts:
+            # The indices of a later epoch continue after the earlier epochs, as in Grain.
             first = cut.epoch * self.by_record.records + cut.record
             rows = self.kept[cut.size]
             records.append(first + rows[rows < cut.num_records])  # further rows are padding
-        way, stop = route(self.template.records, np.concatenate(records)), 0
+        # One route for the records of all these batches. Each builder gets its part of it.
+        way = route(self.template.records, np.concatenate(records))
+        stop = 0
         builders: list[BatchBuilder] = []
         for index, cut, of_batch in zip(indices, cuts, records, strict=True):
             start, stop = stop, stop + len(of_batch)

@@ -33,8 +33,8 @@ def bounded(options: grain.ReadOptions, *, threads: int, records: int) -> grain.
 
     Args:
         options: The user's options. Numbers that the user has set are kept, if they are smaller.
-        threads: Most threads. With fewer than 2, no thread reads ahead.
-        records: Most records ahead.
+        threads: The maximum number of threads. With fewer than 2, no thread reads ahead.
+        records: The maximum number of records ahead.
 
     Example:
         >>> bounded(grain.ReadOptions(), threads=16, records=40)
@@ -65,8 +65,9 @@ def record_stream(
         records: The records.
         options: The user's read options.
         faults: The rules for failed reads.
-        threads: Most threads that read ahead.
-        ahead: Most records that are read ahead, or in one call if the source reads many in a call.
+        threads: The maximum number of threads that read ahead.
+        ahead: The maximum number of records that are read ahead, or in one call if the source reads
+            many in a call.
         feed: Number of the feed; None if the stream is not a feed.
 
     Returns:
@@ -122,10 +123,11 @@ class RecordReads(grain.MapDataset):
 
         Args:
             start: Index of the first record.
-            most: Most records that are looked up together, and read in one call if the source reads
-                many in a call.
+            most: The maximum number of records that are looked up together, and read in one call if
+                the source reads many in a call.
         """
-        faults, stop = self._faults, start
+        faults = self._faults
+        stop = start  # end of the records that were looked up so far
         while stop < len(self):
             start, block_start = stop, stop - stop % _BLOCK
             stop = min(start + most, block_start + _BLOCK, len(self))
@@ -141,7 +143,7 @@ class RecordReads(grain.MapDataset):
                     faults.count(FaultCounts(records=1))
                 if type(element) is Unreadable:
                     self.leave_out(element, index)
-                    element = None
+                    element = None  # as for a record that a filter drops
                 yield element
 
     def _name(self, index: int) -> str:
@@ -169,7 +171,7 @@ class RecordStream(grain.IterDataset):
 
     Args:
         reads: The records.
-        most: Most records that are looked up together.
+        most: The maximum number of records that are looked up together.
     """
 
     def __init__(self, reads: RecordReads, most: int):

@@ -101,11 +101,13 @@ class RowMapDataset(grain.MapDataset):
                 remedy="call .repeat on the records, before BatchSchedule. A batch may then hold"
                 " records of two epochs.",
             )
+        # Grain's own repeat is right for batches with fixed borders. And only Grain's repeats the
+        # first epoch unchanged, as `reseed_each_epoch=False` asks.
         if not (batching.counts_records and reseed_each_epoch):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
         if num_epochs is not None:
             require_int("num_epochs", num_epochs, 1)
-        return self.after(batching.repeated(num_epochs or sys.maxsize))
+        return self.after(batching.repeated(num_epochs or sys.maxsize))  # None: without an end
 
     def after(self, host_rows: Batching, made_by: Any = None) -> RowMapDataset:
         """Returns the dataset with other host rows of the same batches, as after a stage.

@@ -62,7 +62,8 @@ class RowStacker:
         paths, leaves, structure = flatten(row)
         self.paths: list[str] = paths
         self.structure: Any = structure
-        self._name, self._first = name, origin
+        self._name = name
+        self._first = origin
         check_lists(row)
         if not leaves:
             raise ShardingError(
@@ -71,6 +72,7 @@ class RowStacker:
             )
         # Copies, because a row may be a view, which would keep a much larger array in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
+        # The shape and dtype of each leaf.
         self._kinds = [(like.shape, like.dtype) for like in self.likes]
         self._is_text = [is_text(like) for like in self.likes]
         row_bytes = sum(like.nbytes for like in self.likes)
@@ -113,6 +115,7 @@ class RowStacker:
             ShardingError: A row has another structure, shape or dtype.
         """
         stop = start + len(rows)
+        # Rows of arrays in memory are copied straight into the batch. No row becomes an object.
         if isinstance(rows, ArrayRows) and not any(self._is_text) and self._fits(rows.columns):
             for i, array in enumerate(arrays):
                 rows.gather(i, array[start:stop])
@@ -121,7 +124,7 @@ class RowStacker:
         if not are_arrays(leaves):
             leaves = self._leaves_of(read_leaves(rows), origins)
         for i, array in enumerate(arrays):
-            column = leaves[i :: len(arrays)]
+            column = leaves[i :: len(arrays)]  # leaf i of each row
             self._check(i, column, origins)
             if array.ndim > 1 and not self._is_text[i]:
                 # np.stack would first make a view of each row, which takes longer.
@@ -153,7 +156,7 @@ class RowStacker:
         # All rows are flattened in one call. One by one, that would cost more than copying them.
         try:
             leaves, structure = jax.tree.flatten(tuple(rows))
-        except ValueError:
+        except ValueError:  # a row has keys that JAX cannot sort: the error must name the row
             for row, origin in zip(rows, origins, strict=True):
                 leaves_of(row, name=functools.partial(self._name_of, "keys", origin))
             raise
@@ -177,12 +180,14 @@ class RowStacker:
         Raises:
             ShardingError: The leaf has another shape or dtype in one of the rows.
         """
-        # First all rows at once, which is fast. Only if a row differs, row by row to name it.
+        # First all rows at once, which is fast. Only if a row may differ, row by row: that finds
+        # the row to name in the error, or finds that all rows fit after all.
         like, text, types = self.likes[i], self._is_text[i], set(map(type, column))
         if text:
             fits = not like.ndim and types == {type(like.item())}
         else:
             kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
+            # A masked array is refused below, because its mask would be lost.
             fits = kinds == {self._kinds[i]} and not types & _MASKED
         if fits:
             return

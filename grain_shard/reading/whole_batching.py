@@ -135,16 +135,17 @@ class _WholeBatch(BatchBuilder):
             ShardingError: The batch has an unexpected number of rows.
         """
         (batch,) = self._with_arrays(start, elements[:1])
-        flat, batching, rows = FlatBatch.of(batch), self._batching, None
+        flat, batching = FlatBatch.of(batch), self._batching
+        rows = None  # all rows of the batch
         batching.batches.check_record(flat)
         made_of = batching.batches.made_of
         if made_of is not None:
             # If batches were sliced or shuffled, only `made_of` knows the records of a batch.
             cuts = batching.cuts if made_of.sliced is None else made_of
-            existing = cuts.cut(self.index).num_records
-            if flat.rows != existing:
+            expected = cuts.cut(self.index).num_records
+            if flat.rows != expected:
                 flat.refuse(
-                    f"batch {self.index} has {flat.rows} rows, but is made of {existing} records:"
+                    f"batch {self.index} has {flat.rows} rows, but is made of {expected} records:"
                     " a transformation after .batch changes the number of rows.",
                     remedy="change the number of rows before .batch, or in a stream:"
                     " .to_iter_dataset().batch(B).map(...). The first batch of a stream sets the"

@@ -195,6 +195,7 @@ class Assembler:
             )
         arrays = flat.structure.unflatten(flat.arrays)
         shardings = self._shardings.match(arrays)
+        # `[: array.ndim]` leaves () of the shape of a scalar, which has no rows.
         for rows in {flat.rows, *self._host_batch_sizes}:
             self._leaves_by_rows[rows] = [
                 _Leaf(
@@ -209,6 +210,7 @@ class Assembler:
         leaves = self._leaves_by_rows[flat.rows]
         for leaf in leaves:
             check_fits(leaf.path, leaf.dtype, leaf.sharding, leaf.global_shape)
+        # A batch that is all padding is the same on all hosts, so a digest of it proves nothing.
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays)
         if text := [leaf.path for leaf in leaves if leaf.sharding is None]:
@@ -237,7 +239,8 @@ class Assembler:
 
     def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
         """Raises the error for a batch whose structure, or a leaf, differs from the first batch."""
-        flat, changed = FlatBatch.of(batch), None
+        flat = FlatBatch.of(batch)
+        changed = None  # the leaf that differs, if the tree is the same
         if flat.structure == self._structure:
             pairs = zip(leaves, flat.arrays, strict=True)
             leaf, changed = next(pair for pair in pairs if not pair[0].fits(pair[1]))

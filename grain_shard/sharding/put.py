@@ -117,6 +117,7 @@ def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) 
         # runs collectives, which is safe here, because all processes run them in the same order.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
+        # NumPy cannot hold a typed PRNG key. So its numbers are put, and made into a key again.
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             data = _put(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
@@ -132,7 +133,7 @@ def _put(path: str, array: Any, sharding: Sharding | None, in_background: bool) 
 
 def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: bool) -> None:
     """Raises an error if an array that spans processes cannot be moved to the sharding `to`."""
-    if array.sharding.is_equivalent_to(to, array.ndim):
+    if array.sharding.is_equivalent_to(to, array.ndim):  # there is nothing to move
         return
     if to.is_fully_addressable:
         problem = "the array spans processes, so devices of one process cannot hold it all"
@@ -149,7 +150,7 @@ def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: b
             "let the source yield NumPy arrays. Or call grain_shard.placement.distribute_batch in"
             " the training loop."
         )
-    else:
+    else:  # in the training loop, where all processes run the same collective
         return
     raise ShardingError(
         f"{problem}.",

@@ -40,6 +40,8 @@ class ShardByMesh(grain.sharding.ShardOptions):
         target = ShardingTree.of(mesh_or_sharding, spec)
         layouts = target.layouts()
         slices = sorted({layout.shards for layout in layouts.values()})
+        # Two different slices must have no shard in common. Then all slices together have as many
+        # shards as a batch: the `divisor`, which all layouts share.
         if sum(map(len, slices)) != next(iter(layouts.values())).divisor:
             raise ShardingError(
                 "two hosts share some of their rows, but not all. So the source cannot be cut into"

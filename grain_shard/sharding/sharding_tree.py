@@ -85,6 +85,7 @@ class ShardingTree:
                 remedy="pass keras.distribution.distribution().device_mesh.backend_mesh, the mesh"
                 " that Keras uses.",
             )
+        # Specs may be given in the place of the mesh: ``shard_to(P("data"))``.
         if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
@@ -190,7 +191,9 @@ class ShardingTree:
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         # A None in the batch is not a leaf, but a spec for it is not a mistake.
         nodes = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_empty)[0]
-        unused = [h for h in prefix if not any(keys[: len(h)] == h for keys, _ in nodes)]
+        unused = [
+            head for head in prefix if not any(keys[: len(head)] == head for keys, _ in nodes)
+        ]
         # The key path in `prefix` of each leaf's sharding, which is a start of the leaf's key path.
         heads = [self._head(prefix, keys, leaf, unused) for keys, leaf in leaves]
         # A sharding must fit one of its leaves. It is trimmed to the rank of the others.
@@ -239,8 +242,9 @@ class ShardingTree:
         for depth in range(len(keys) + 1):
             if not is_empty(prefix.get(keys[:depth])):
                 return keys[:depth]
-        problem, by_name = "the leaf has no spec.", {_name(head): path_of(head) for head in unused}
-        if any(head[: len(keys)] == keys for head in prefix):
+        problem = "the leaf has no spec."
+        by_name = {_name(head): path_of(head) for head in unused}  # to find similar names
+        if any(head[: len(keys)] == keys for head in prefix):  # an entry below the leaf
             problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."
         elif similar := difflib.get_close_matches(_name(keys), by_name, n=1):

@@ -76,7 +76,7 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
     else:  # NaNs and infinite numbers come here, too
         with np.errstate(over="ignore"):
             lost = np.isinf(array.astype(held)) & np.isfinite(array)
-        if not lost.any():
+        if not lost.any():  # all others were NaN or infinite already, or fit
             return
     index = tuple(np.argwhere(lost)[0].tolist())
     row = f"row {name_row(index[0])} of the batch" if index else "the leaf"
@@ -134,6 +134,7 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
         is_axis = isinstance(spec, str) and spec in mesh.axis_names
+        # The axis that the remedy shows.
         axis = spec if is_axis else mesh.axis_names[0]
         raise ShardingError(
             f"the spec {spec!r} is not a PartitionSpec.",

@@ -120,6 +120,7 @@ class ArrayRecordSource:
         given: list[PathOrInstruction] = list(paths)
         if not given:
             raise ValueError("paths is empty: there is nothing to read")
+        # Without reading ahead, because records are read in random order.
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
         self._ranges = list(itertools.chain(*_in_threads(_ranges_of, given)))
@@ -244,7 +245,7 @@ class _FileRange(NamedTuple):
 
 def _ranges_of(given: PathOrInstruction) -> list[_FileRange]:
     """Returns the files of one entry of `paths`, with the range of records to read from each."""
-    start, stop = 0, None
+    start, stop = 0, None  # all records of the file
     if isinstance(given, FileInstruction):
         files, start, stop = [os.fspath(given.filename)], given.skip, given.skip + given.take
     elif not isinstance(given, str | os.PathLike):
@@ -307,7 +308,7 @@ def _in_threads(function: Callable[..., _T], *arguments: Iterable[Any]) -> list[
         results.append(function(*call))
         if time.perf_counter() > until:
             break
-    calls = list(remaining)
+    calls = list(remaining)  # the calls that the loop above has not made
     if not calls:
         return results
     try:

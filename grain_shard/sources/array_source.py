@@ -116,7 +116,7 @@ def _checked(path: str, array: Any) -> Any:
     except TypeError:  # for typed PRNG keys (JAX), or a dtype of another library
         problem, holds_objects = "the leaf has a dtype that NumPy lacks.", False
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        check_leaf(path, array)
+        check_leaf(path, array)  # for many classes, raises an error with a remedy of their own
         problem = "the leaf is not an array."
     elif not array.shape:
         problem = "the leaf is a scalar, so it has no axis along which records could lie."

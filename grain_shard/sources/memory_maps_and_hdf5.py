@@ -52,12 +52,13 @@ def _of_map(array: np.ndarray) -> Any:
     if owner is None or memmap is None or not memmap.filename or memmap.mode == "c":
         return array
     start = _address(array) - _address(np.frombuffer(owner, np.uint8))
-    try:
+    try:  # this only checks that the array lies inside the map
         np.ndarray(array.shape, array.dtype, owner, start, array.strides)
     except (ValueError, TypeError):  # the view leaves the map
         return array
-    if memmap.mode != "r":
+    if memmap.mode != "r":  # changes must be in the file before another process opens it
         owner.flush()
+    # A `mmap` begins in the file at a multiple of the granularity, at or before `memmap.offset`.
     offset = memmap.offset - memmap.offset % mmap.ALLOCATIONGRANULARITY + start
     return functools.partial(
         _map, str(memmap.filename), array.dtype, offset, array.shape, array.strides

@@ -54,7 +54,7 @@ def _not_found(path: str) -> FileNotFoundError:
     elif os.path.islink(path):
         problem = f"{path!r} is a link to {os.readlink(path)!r}, which does not exist"
     folder = Path(os.path.abspath(path))
-    while not folder.is_dir():
+    while not folder.is_dir():  # up to the nearest folder that exists
         folder = folder.parent
     names = sorted(os.listdir(folder))
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

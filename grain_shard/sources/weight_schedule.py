@@ -153,12 +153,13 @@ def _pattern(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
     def turn(i: int, rank: int) -> tuple[int, int]:
         """Returns the first and the last position at which component `i` may take turn `rank`."""
         width = scale * weights[i]
+        # -(-a // b) rounds the quotient up.
         earliest = -(-(rank * scale + 1) * period // width) - 1
         return earliest, ((rank + 1) * scale - 1) * period // width
 
     components, ranks = np.empty((2, period), np.int64)
-    taken = [0] * len(weights)
-    turns = {i: turn(i, 0) for i in used}
+    taken = [0] * len(weights)  # number of turns that each component has taken
+    turns = {i: turn(i, 0) for i in used}  # the positions at which its next turn may come
     for position in range(period):
         _, i = min((latest, i) for i, (earliest, latest) in turns.items() if earliest <= position)
         components[position], ranks[position] = i, taken[i]
@@ -177,6 +178,7 @@ def _in_lowest_terms(start: int, weights: Sequence[Any], num_components: int) ->
         exact = [Fraction(str(weight)) for weight in weights]  # 0.7 is 7/10, not the nearest float
     except (TypeError, ValueError):
         exact = []
+    # Text is refused, because "31" would count as the weights 3 and 1.
     if len(exact) != num_components or isinstance(weights, str) or min(exact) < 0 or not any(exact):
         raise ShardingError(
             f"the weights from record {start} on are {weights!r}, but must be {num_components}"

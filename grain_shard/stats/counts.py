@@ -59,7 +59,7 @@ def busiest(
         placing: Share of the time, 0 to 1, in which the thread that puts batches on the devices is
             busy.
         stage_s: Returns the seconds of a stage that makes batches.
-        least: Least share of a busy thread. If both shares are smaller, the result is None.
+        least: The minimum share of a busy thread. If both shares are smaller, the result is None.
     """
     if max(making, placing) < least:
         return None

@@ -20,7 +20,8 @@ from grain_shard.spans import STEP, WAIT
 from grain_shard.stats.counts import ReadThreads, mask_of, size_of
 from grain_shard.stats.figures import Figures
 
-# Least seconds that recent figures cover, and least seconds between two figures that are kept.
+# The minimum time that recent figures cover, and the minimum time between two figures that are
+# kept, in seconds.
 RECENT_S, _KEEP_S = 60.0, 5.0
 # The loop waits long for data if it waits for more than this share of the time.
 _LONG = 0.1
@@ -60,11 +61,12 @@ class Meter:
     ):
         self._clock, self._mask_key = clock, mask_key
         self._loop = _Loop()
-        self._placed = 0
+        self._placed = 0  # number of batches placed on the devices
         self._tallies: dict[int, dict[str, float]] = {}  # thread -> stage -> seconds
+        # Before the first run, the two classes return "not measured" and "no faults".
         self._reads: Callable[[], ReadThreads] = ReadThreads
         self._faults: Callable[[], FaultCounts] = FaultCounts
-        self._faults_before = FaultCounts()
+        self._faults_before = FaultCounts()  # of earlier runs
         self._kept: deque[tuple[float, Figures]] = deque()  # (time, figures until that time)
         self._logged = float("-inf")  # time of the last log line
 
@@ -153,7 +155,7 @@ class Meter:
             **loop.sums,
             "seconds": until - loop.began,
             WAIT: wait_s,
-            STEP: until - loop.began - wait_s,
+            STEP: until - loop.began - wait_s,  # the time between calls of ``next``
             "placed": self._placed,
             "retries": faults.retries,
             "bad_records": faults.bad_records,

@@ -141,6 +141,7 @@ class FeedRows(StreamRows):
     def check_hosts(self, layouts: Mapping[int, BatchLayout]) -> None:
         # All layouts have the same mesh axes and divisor. `up` is the size of a padded batch.
         layout = next(iter(layouts.values()))
+        # Number of groups of hosts that hold the same rows.
         groups = len({of_host.shards for of_host in layouts.values()})
         mesh_axes, up = layout.mesh_axes, layout.padded(self.global_batch_size)
         if self.num_feeds < groups:
@@ -151,6 +152,7 @@ class FeedRows(StreamRows):
                 " it will ever use. num_feeds cannot change during a run.",
             )
         for host, of_host in layouts.items():
+            # The host's first row. `up // divisor` is the number of rows in a shard.
             if of_host.shards[0] * (up // layout.divisor) >= self.global_batch_size:
                 raise ShardingError(
                     f"host {host} would hold only rows of padding: a batch of"
@@ -203,7 +205,7 @@ class FeedJoiner(Joiner):
     def __init__(self, rows: FeedRows):
         self._by_feed, self._padding, self._wanted = rows.by_feed, rows.padding, rows.rows_in_turn
         padded_size = rows.padded_size(rows.global_batch_size)
-        self._size = len((rows.layout or _ALL_ROWS).rows(padded_size))
+        self._size = len((rows.layout or _ALL_ROWS).rows(padded_size))  # rows of a host batch
         self._stacker: RowStacker | None = None
 
     def has_ended(self, turns: Sequence[Turn]) -> bool:
@@ -243,7 +245,8 @@ class FeedJoiner(Joiner):
         Raises:
             ShardingError: A row has another tree, shape or dtype than the stacker's row.
         """
-        given, padding = {turn.number: turn.rows for turn in turns}, self._padding
+        given = {turn.number: turn.rows for turn in turns}
+        padding = self._padding
         # The rows, the feed of each row for error messages, and where rows of padding stand.
         rows, feeds, missing = list[Any](), list[int](), list[int]()
         for feed, kept in self._by_feed.items():
@@ -252,7 +255,7 @@ class FeedJoiner(Joiner):
             if padding is not None and (count := sum(i >= len(of_feed) for i in kept)):
                 missing += range(len(rows), len(rows) + count)
                 rows += [stacker.placeholder] * count
-            feeds += [feed] * (len(rows) - len(feeds))
+            feeds += [feed] * (len(rows) - len(feeds))  # for each row that was just added
         arrays = stacker.empty(len(rows))
         stacker.write(arrays, rows, 0, feeds)
         batch = stacker.batch(arrays)

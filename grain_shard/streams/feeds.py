@@ -279,7 +279,7 @@ def _warn_of_same_rows(turns: Sequence[Turn]) -> None:
     with contextlib.suppress(TypeError):  # raised if an object in a row has no digest
         for turn in turns:
             earlier = by_first_row.setdefault(element_digest(turn.rows[:1]), turn)
-            if earlier is turn or not turn.rows:
+            if earlier is turn or not turn.rows:  # no earlier feed has the same first row
                 continue
             if element_digest(earlier.rows) == element_digest(turn.rows):
                 logging.warning(

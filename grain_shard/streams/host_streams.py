@@ -27,7 +27,8 @@ class HostStreams(HostBatches):
     """This host's batches of streams.
 
     A position has the number of batches handed out and the state of each stream. So a checkpoint of
-    feeds can be divided by feed, and each host reads the feeds that it runs.
+    feeds can be divided by feed, and each host reads the feeds that it runs. The attributes are
+    those of `HostBatches`.
 
     Args:
         stream_rows: The streams, and how their turns become batches of this host's rows.

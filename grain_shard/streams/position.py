@@ -75,10 +75,12 @@ class StreamsPosition(NamedTuple):
         entry = f"the entry of {streams.one} {{}} in the state"
         states = {n: unsealed(saved[str(n)], entry.format(n)) for n in numbers}
         learned: dict[str, int] = {}
-        for found in states.values():  # `to_state` has added what was learned to each entry
+        # `to_state` has added what was learned to every entry, so that of the last one is used.
+        for found in states.values():
             learned = {name: found.pop(name, None) for name in streams.learned}
         if any(type(count) is not int for count in learned.values()):
             raise StateError(f"{entry.format(0)} lacks {', '.join(learned)}.\n{UNCHANGED}")
+        # {} is the state of a stream before its first row.
         unread = [number for number, found in states.items() if step and not found]
         if unread:
             problem = f"feeds {shortened(unread)} are at their beginning in a state of step {step}"

@@ -34,7 +34,7 @@ class StreamReader:
     def __init__(self, streams: Streams, number: int, state: StreamState, reads: StreamReads):
         self.number: int = number
         # Counted apart, so that a fault is added to the total together with the batch of its turn.
-        self.faults: Faults = reads.faults.apart()
+        self.faults: Faults = reads.faults.with_own_counts()
         self._streams, self._state = streams, state
         self._reads = reads._replace(faults=self.faults)
         self._iterator: grain.DatasetIterator | None = None
@@ -67,7 +67,7 @@ class StreamReader:
             if self._state != ENDED:
                 self._context.run(self._take, rows, num_rows)
             # Pickled, because Grain may change the state that its iterator returned.
-            return Turn(self.number, rows, pickle.dumps(self._state), self.faults.taken())
+            return Turn(self.number, rows, pickle.dumps(self._state), self.faults.take_counts())
 
     def _take(self, rows: list[Any], num_rows: int) -> None:
         """Appends the rows of the next turn to `rows`; see `turn`."""
@@ -82,7 +82,7 @@ class StreamReader:
             if not self._streams.stays_open:
                 self._close()
         except IndexError as error:
-            text = self._streams.failed_at_start(error)
+            text = self._streams.failed_at_start(error)  # "" if the error's own text is enough
             has_begun = self._state or rows
             if has_begun or not text:
                 raise

@@ -29,8 +29,9 @@ class StreamOptions:
             None adapts the number while they run. For a user's stream, the limit for the threads of
             its ``.to_iter_dataset``.
         num_workers: Number of worker processes that run the streams. 0 runs them in this process.
-        buffer_size: Most batches that wait on the host or are unfinished. With worker processes
-            there may be one more, and at least four, because Grain makes no smaller buffer.
+        buffer_size: The maximum number of batches that wait on the host or are unfinished. With
+            worker processes there may be one more, and at least four, because Grain makes no
+            smaller buffer.
         fault_rules: The rules for failed reads.
     """
 
@@ -91,6 +92,7 @@ class StreamBatches:
             # Other hosts may still have a batch, and all hosts compare the first record.
             self._first_record.run()
             raise StopIteration
+        # The streams belong to the dataset, so further iterators do not warn again.
         if not (streams := self._stream_rows.streams).has_begun:
             streams.has_begun = True
             streams.warn_of(turns, self._stream_rows.unpadded_size or 0)
@@ -141,7 +143,8 @@ class StreamIterator(grain.DatasetIterator):
         # error is made here.
         self._closed = ValueError("this is a closed iterator: call iter(ds) for a new one.")
         self._is_closed = False
-        self._stream_rows, self._is_broken = stream_rows, False
+        self._stream_rows = stream_rows
+        self._is_broken = False  # True after an interrupt, which may have lost a batch
         self._open(None)
 
     def _open(self, position: StreamsPosition | None) -> None:
@@ -156,7 +159,7 @@ class StreamIterator(grain.DatasetIterator):
         if self._is_closed:
             raise self._closed
         position = self._position
-        if self._is_broken:
+        if self._is_broken:  # the streams go back to the last batch that was handed out
             with reopening():
                 self._go_to(position)
         if self._end is not None:

@@ -65,7 +65,7 @@ class StreamReads(NamedTuple):
             process together; None without a limit.
         num_streams: Number of streams that the process runs.
         rows: Rows that each stream gives in a turn.
-        batches: Most batches that wait or are unfinished.
+        batches: The maximum number of batches that wait or are unfinished.
     """
 
     faults: Faults

@@ -65,7 +65,7 @@ class Turns(Producer[list[Turn]]):
 
         Args:
             join: Makes a result of one turn of each stream. It is called in order.
-            size: Most results that wait or are unfinished.
+            size: The maximum number of results that wait or are unfinished.
             name: Prefix of the names of the threads.
         """
         pace = ReadPace(self._reads.num_threads, most=len(self.readers))
@@ -117,7 +117,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
             self._drawn[reader] = number + 1
             return _TurnTask(self, reader, number, self._reads.rows)
 
-    def took(
+    def results_after(
         self, number: int, reader: StreamReader, turn: Turn | Raised
     ) -> Iterator[tuple[int, T | Raised]]:
         """Notes a turn, and yields (number, result) for each result that can be made now.
@@ -134,8 +134,10 @@ class _TurnTasks(Tasks[T], Generic[T]):
                 self._busy.discard(reader)
             self._taken.setdefault(number, []).append(turn)
         while (turns := self._next_turns()) is not None:
-            # `_joining` is True here, so no other thread changes `_next` and `_left_out`.
-            result_number, results = self._next - self._left_out, list[T | Raised]()
+            # `_next_turns` has set `_joining`, so no other thread changes `_next` and `_left_out`.
+            # Results are numbered without the turns that made none.
+            result_number = self._next - self._left_out
+            results = list[T | Raised]()  # one result, or none if it is left out
             try:
                 results += self._join(_without_error(turns))
             except StopIteration:
@@ -186,7 +188,7 @@ class _TurnTask(Generic[T]):
             turn: Turn | Raised = self._reader.turn(self._rows)
         except BaseException as error:
             turn = Raised.of(error)
-        yield from self._tasks.took(self._number, self._reader, turn)
+        yield from self._tasks.results_after(self._number, self._reader, turn)
 
 
 def _without_error(turns: list[Turn | Raised]) -> list[Turn]:

@@ -109,7 +109,7 @@ class WholeJoiner(Joiner):
             self._begin(flat)
         if (padding := rows.padding) is not None and self._is_left_out(flat, padding):
             return LEFT_OUT
-        size = self._padded_size or flat.rows
+        size = self._padded_size or flat.rows  # `_padded_size` is 0 if batches are not padded
         if rows.layout is not None:
             kept = rows.layout.rows(size)
             flat, size = take_rows(flat, kept), len(kept)
@@ -132,10 +132,11 @@ class WholeJoiner(Joiner):
         rows = self._rows
         if rows.checks and not self._is_restored:
             refuse_records(rows.streams.make(0), flat)
+            # The declared size was checked when the dataset was built.
             if flat.rows != rows.unpadded_size:
                 for check in rows.checks:
                     check(flat.rows)
-        if rows.layout is not None and rows.layout.num_hosts > 1:
+        if rows.layout is not None and rows.layout.num_hosts > 1:  # the hosts compare it
             self.first_digest = element_digest(flat.arrays)
         if rows.padding is not None:
             full = self.learned[_ROWS] or flat.rows

@@ -76,12 +76,12 @@ def shard_to(
         pad_value: The value in rows of padding, where the mask is False: a number, or a tree
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
-        cpu_buffer_size: Most batches on the host at a time, ready or being made; by default 4.
-            With `num_workers` there may be more, because Grain buffers at least four batches for
-            each worker: up to 33 with 8 workers. A worker of feeds makes only some rows of each
-            batch, so there the limit is ``max(4, cpu_buffer_size) + 2`` batches.
-        device_buffer_size: Most batches that wait on the devices, including batches on their way
-            there.
+        cpu_buffer_size: The maximum number of batches on the host at a time, ready or being made;
+            by default 4. With `num_workers` there may be more, because Grain buffers at least four
+            batches for each worker: up to 33 with 8 workers. A worker of feeds makes only some rows
+            of each batch, so there the limit is ``max(4, cpu_buffer_size) + 2`` batches.
+        device_buffer_size: The maximum number of batches that wait on the devices, including
+            batches on their way there.
         num_threads: Number of threads that read a `MapDataset`, or run feeds, at the same time.
             With None the number is adapted while the loop runs. For a stream, it limits the threads
             of its ``.to_iter_dataset``. For a `MapDataset` with
@@ -135,6 +135,8 @@ def shard_to(
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
     threads, buffer_size = None, DevicePut.cpu_buffer_size  # the defaults
+    # With rows="local" a stream stays a stream. Otherwise a stream that only reads a `MapDataset`
+    # is replaced by it, and the `ReadOptions` of ``.to_iter_dataset`` replace the defaults.
     if rows != LOCAL:
         ds, (threads, size) = _random_access(ds)
         buffer_size = buffer_size if size is None else size
@@ -151,6 +153,7 @@ def shard_to(
         timeout_s=timeout_s,
     )
     try:
+        # `_Chain` replaces the divisor 1 once it knows the number of shards.
         pad = PadToDivisible(1, remainder, mask_key, pad_value=pad_value)
         return _Chain(put, pad)(ds)
     except ShardingError as error:

@@ -59,7 +59,7 @@ class DevicePut(Settings, Stage):
         settings, rules, batching = self, self.fault_rules, ds.host_rows
         if rules.masks:
             _check_can_leave_out(ds)
-            if layout.amplification > 1:
+            if layout.amplification > 1:  # several hosts read the same rows
                 settings = replace(self, fault_rules=read_by_several(rules))
         return self._sharded(
             ds,
@@ -110,6 +110,13 @@ class DevicePut(Settings, Stage):
         host: HostBatches,
         records_per_batch: Callable[[], int | None],
     ) -> ShardedDataset:
+        """Returns the dataset of global batches. Warns of a mesh or a slice that is rarely right.
+
+        Args:
+            ds: This host's batches, as a Grain dataset.
+            host: The same batches, as iterators open them.
+            records_per_batch: Returns the number of records in a full global batch, or None.
+        """
         if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
             # Then each host trains by itself, which is allowed, but rarely intended.
             logging.warning(
@@ -121,6 +128,7 @@ class DevicePut(Settings, Stage):
                 jax.process_count(),
             )
         layout = self.shardings.layout()
+        # With rows="local", the source of this host is one of so many slices.
         num_slices = layout.divisor // len(layout.shards) if host.rows == LOCAL else 1
         warn_of_reshuffled_slice(ds, num_slices=num_slices)
         return ShardedDataset(ds, host, self, records_per_batch)

@@ -86,6 +86,6 @@ class ValidateBatchSize(RowsStage):
                 "grain_shard: %s, so each batch gets %d more, as padding.", problem, padding
             )
         if self.shortfall is not None:
-            problem = self.shortfall(-(-global_batch_size // self.divisor))
-            if problem is not None:
-                warnings.warn(f"rows per shard: {problem}", stacklevel=2)
+            warning = self.shortfall(-(-global_batch_size // self.divisor))  # rows, rounded up
+            if warning is not None:
+                warnings.warn(f"rows per shard: {warning}", stacklevel=2)
