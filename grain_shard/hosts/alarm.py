@@ -29,7 +29,7 @@ from grain_shard.threads.pool import Pool
 
 
 class Alarm:
-    """What this host knows of the failures of one iterator, on this host and on others.
+    """The failures of one iterator that this host knows of, its own and those of other hosts.
 
     The loop's thread and the listening thread call the methods.
 

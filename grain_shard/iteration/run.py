@@ -21,7 +21,7 @@ from grain_shard.threads.pool import Pool
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What an iterator gives to all its runs.
+    """The objects that an iterator gives to all its runs.
 
     Attributes:
         host: The source of this host's batches.

@@ -52,7 +52,7 @@ class Joiner(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRows(HostRows):
-    """How the turns of streams become batches: the padding, and this host's rows.
+    """The padding of batches of streams, and this host's rows of them.
 
     Attributes:
         streams: The streams.

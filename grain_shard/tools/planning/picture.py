@@ -23,8 +23,8 @@ def draw_mesh(mesh: Mesh, spec: Any, num_rows: int, path: str | Path) -> None:
 
     Args:
         mesh: The mesh.
-        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. Of several, the one
-            with the most shards of the rows is drawn.
+        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. If there
+            are several, the one with the most shards of the rows is drawn.
         num_rows: Rows of a batch, padding included.
         path: The file to write, an SVG.
     """
