@@ -445,6 +445,15 @@ class TestEpochs:
             with pytest.raises(StopIteration):
                 next(epochs)
 
+    def test_a_loop_after_all_were_taken_by_next_starts_again(self):
+        with sharded(8, 20).epochs(2) as epochs:
+            taken = [ids(next(epochs)), ids(next(epochs))]
+            end = epochs.get_state()
+            assert [ids(batches) for batches in epochs] == taken
+        with sharded(8, 20).epochs(2) as epochs:
+            epochs.set_state(end)
+            assert list(epochs) == [], "a restored end is the end"
+
     def test_an_item_is_no_batch_and_says_so(self):
         with sharded(8).epochs(2) as epochs, pytest.raises(TypeError, match="for batch in batches"):
             next(epochs)["id"]

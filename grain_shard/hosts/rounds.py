@@ -250,7 +250,9 @@ class Rounds(Store):
 
         The error also names what differs between the iterators that the hosts opened last.
         """
-        of_all = Store().get_all(_OPENED)  # by host; one that has opened no iterator is left out
+        # By host; one that has opened no iterator is left out. Not read from self, whose keys
+        # are those of one iterator.
+        of_all = Store().get_all(_OPENED)
         differing = differences({host: of_all[host] for host in self.hosts if host in of_all})
         if differing:
             differing.insert(0, "  The iterators that the hosts opened last differ:")

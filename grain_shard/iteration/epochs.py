@@ -48,7 +48,7 @@ class Epochs(ShardedIterator):
         # reference to its `EpochBatches` would be a cycle, so that only the garbage collector would
         # end the threads of an abandoned iterator.
         self._last: tuple[int, int] | None = None
-        self._num_epochs, self._has_ended = num_epochs, False
+        self._num_epochs = num_epochs
         super().__init__(host, **options)
 
     def __len__(self) -> int:
@@ -63,8 +63,10 @@ class Epochs(ShardedIterator):
 
         After a loop over all epochs, the iterator starts again with the first epoch.
         """
-        position, left = self._after_last()
-        if self._has_ended or (not left and position != self._position):
+        _, left = self._after_last()
+        # An iterator that was sent to the end, by `set_state` or `seek`, stays there.
+        has_handed_out = self._last is not None and self._last[0] == self._moves
+        if has_handed_out and not left:
             self.reset()
         return self
 
@@ -78,14 +80,10 @@ class Epochs(ShardedIterator):
                 # No batch is left. This call tells the other hosts, and raises StopIteration.
                 super().__next__()
             except StopIteration:
-                self._last, self._has_ended = (self._moves, epoch), True
+                self._last = self._moves, epoch
                 raise
         self._last = self._moves, epoch
         return EpochBatches(self, self._moves, epoch, left)
-
-    def _go_to(self, position: Position | None, digest: str = "") -> None:
-        super()._go_to(position, digest)
-        self._has_ended = False
 
     @property
     def _batches(self) -> RandomAccess:

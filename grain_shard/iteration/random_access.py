@@ -299,7 +299,7 @@ def _refuse_state_of_grain(state: Any) -> None:
                     case {"next_index": int(given)}:
                         count += given
             # Every process of the job has read as many elements, each from its own slice.
-            processes = state.get(PROCESSES)
+            processes = state.get(PROCESSES)  # added by `read_state`, from the names of the files
             records = count * (processes if type(processes) is int else jax.process_count())
             remedy = (
                 f"if .batch(global batch size) stood before .to_iter_dataset(), call"

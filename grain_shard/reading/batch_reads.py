@@ -61,6 +61,7 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
         faults: Faults,
         first_record: FirstRecord,
     ):
+        # One thread at a time uses these, in `draw`. A batch is begun when its builder is drawn.
         self._builders = _builders(batching, indices, faults)
         self._num_batches = len(indices)
         self._begun = 0  # number of batches that were begun

@@ -234,13 +234,13 @@ def _remedy(changed: Sequence[str], if_data_changed: str) -> str:
         if_data_changed: What to do if the data has changed on purpose; "" for nothing.
     """
     remedy = "restore with the pipeline that saved the state."
-    if "global_batch_size" in changed:
+    if "global_batch_size" in changed:  # random access that counts batches
         remedy = (
             "restore with the batch size of the saved run. A pipeline that makes each batch as a"
             " whole cannot change its batch size during a run. To be able to change it in a new"
             f" run, {HOW_TO_COUNT_RECORDS}"
         )
-    elif BATCH_SIZES in changed:
+    elif BATCH_SIZES in changed:  # a stream
         remedy = OTHER_BATCH_SIZE
     elif TRANSFORMS in changed:
         remedy += " All transformations and their options must be the same. If one is added or"

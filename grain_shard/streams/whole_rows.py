@@ -130,7 +130,7 @@ class WholeJoiner(Joiner):
                 not divide its rows, and short batches are not padded.
         """
         rows = self._rows
-        if rows.checks and not self._is_restored:
+        if rows.checks and not self._is_restored:  # a restored run may begin with the short batch
             refuse_records(rows.streams.make(0), flat)
             # The declared size was checked when the dataset was built.
             if flat.rows != rows.unpadded_size:
@@ -139,7 +139,7 @@ class WholeJoiner(Joiner):
         if rows.layout is not None and rows.layout.num_hosts > 1:  # the hosts compare it
             self.first_digest = element_digest(flat.arrays)
         if rows.padding is not None:
-            full = self.learned[_ROWS] or flat.rows
+            full = self.learned[_ROWS] or flat.rows  # 0 if it was unknown
             self.learned = {_ROWS: full}
             self._padded_size = rows.padded_size(full)
             if not rows.padding.pads_short and self._padded_size != full:

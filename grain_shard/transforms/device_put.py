@@ -117,7 +117,8 @@ class DevicePut(Settings, Stage):
             host: The same batches, as iterators open them.
             records_per_batch: Returns the number of records in a full global batch, or None.
         """
-        if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
+        layout = self.shardings.layout()
+        if layout.num_hosts == 1 and jax.process_count() > 1:
             # Then each host trains by itself, which is allowed, but rarely intended.
             logging.warning(
                 "grain_shard: the mesh has only devices of this host, but the job has %d hosts. So"
@@ -127,8 +128,8 @@ class DevicePut(Settings, Stage):
                 " jax.devices().",
                 jax.process_count(),
             )
-        layout = self.shardings.layout()
-        # With rows="local", the source of this host is one of so many slices.
+        # With rows="local", this host's source may be a slice, and the slices of all hosts have all
+        # records: such a slice leaks nothing, and is not warned of.
         num_slices = layout.divisor // len(layout.shards) if host.rows == LOCAL else 1
         warn_of_reshuffled_slice(ds, num_slices=num_slices)
         return ShardedDataset(ds, host, self, records_per_batch)

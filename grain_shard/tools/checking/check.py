@@ -197,6 +197,8 @@ class _Proof(NamedTuple):
 
 
 class _Check:
+    """The proofs for one dataset: each reads its batches in another way, and compares them."""
+
     def __init__(self, ds: ShardedDataset, batches: int, seconds: float):
         self._ds, self._seconds = ds, seconds
         self._start = time.monotonic()
