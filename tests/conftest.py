@@ -106,6 +106,7 @@ def workers_are_forks(request, monkeypatch):
 @pytest.fixture
 def one_record_at_a_time(monkeypatch):
     """Records that are read one by one are not read several by one thread, fast as they are."""
+    monkeypatch.setattr(batch_reads, "_LONGEST_READ_S", 0.0)
     monkeypatch.setattr(batch_reads, "_READ_S", 0.0)
     monkeypatch.setattr(first_record, "SOURCE", None)  # no record is read to compare sources
 

@@ -21,7 +21,7 @@ from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree, 
 from grain_shard.checkpoint import CheckpointSave
 from grain_shard.errors import describe_error
 from grain_shard.hosts.host_group import HostGroup
-from grain_shard.threads import pace
+from grain_shard.iteration import random_access
 from tests.conftest import data_mesh, ids, numbered
 
 
@@ -492,8 +492,8 @@ def test_refused_when_built(build, message):
 
 @pytest.mark.parametrize(("build", "message"), list(cases(AT_FIRST_BATCH)))
 def test_refused_at_the_first_batch(build, message, monkeypatch):
-    # One thread, as of two threads either might find its record unlike the other one's.
-    monkeypatch.setattr(pace, "_AT_ONCE", 1)
+    # One thread, because either of two threads might find its record unlike the other one's.
+    monkeypatch.setattr(random_access, "MOST_THREADS", 1)
     iterator = iter(build())
     for _ in range(2):  # and ever after: C8
         with pytest.raises(ShardingError) as caught:

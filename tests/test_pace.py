@@ -10,81 +10,62 @@ import pytest
 from grain_shard.threads.pace import ReadPace, ThreadCount, Window
 
 
-def waiting(rate, process_cores=0.02, starved=1.0):
+def reading(rate, cores=1.0, starved=1.0):
+    """A window in which the consumer waits; by default, one processor is busy."""
+    return Window(rate, cores=cores, starved=starved)
+
+
+def waiting(rate):
     """A window in which reads wait: hardly a processor is busy."""
-    return Window(rate, thread_cores=process_cores, process_cores=process_cores, starved=starved)
-
-
-def computing(rate, thread_cores=0.9):
-    """A window in which reads compute."""
-    return Window(rate, thread_cores=thread_cores, process_cores=thread_cores + 0.1, starved=1.0)
+    return reading(rate, cores=0.02)
 
 
 def fed(rate):
     """A window in which the consumer had what it needed."""
-    return Window(rate, thread_cores=0.1, process_cores=0.1, starved=0.0)
+    return reading(rate, starved=0.0)
 
 
-REST = [computing(100)] * 3  # after the first read, and after the first attempt that was no better
-# Reads side by side when the first one was done, and the processors that they kept busy.
-ALONE = 1, 1.0
-WAITS = 4, 1 / 4
+REST = [reading(100)] * 3  # after the first reads, and after the first attempt that was no better
+# Wall-clock and processor seconds of the fastest of the first reads.
+COMPUTES = 0.001, 0.001
+WAITS = 0.016, 0.001
 
-# These two, windows, and the numbers of threads after the first read and after each window.
+# These two, windows, and the numbers of threads after the first reads and after each window.
 TABLE = {
-    "reads that wait: as many at once as a processor can serve": (
-        WAITS,
-        [waiting(160), waiting(1280), waiting(1280)],
-        [16, 128, 128, 128],
-    ),
-    "no more at once than a processor can serve": (
-        (1, 0.2),
-        [waiting(50, process_cores=0.2)],
-        [5, 25],
-    ),
-    "nor than 64, by one read": ((1, 0.001), [], [64]),
-    "nor more than one, if reads compute side by side": ((8, 2.0), [], [1]),
-    "after attempts in both directions that were no better, attempts are smaller": (
-        WAITS,
-        [computing(160), *[computing(150)] * 5, computing(75), *[computing(150)] * 8],
-        [16, 32, 16, 16, 16, 16, 8, *[16] * 7, 23, 16],
-    ),
-    "reads that compute stay alone, then twice as many are tried, and taken back if no better": (
-        ALONE,
-        [*REST, computing(100), computing(104)],
+    "reads that wait: as many as keep one processor busy": (WAITS, [], [16]),
+    "but no more than the most": ((1.0, 0.001), [], [128]),
+    "reads that compute, or that do neither in a time that can be measured": ((0.0, 0.0), [], [1]),
+    "after some windows twice as many are tried, and taken back if they are no better": (
+        COMPUTES,
+        [*REST, reading(100), reading(104)],
         [1, 1, 1, 1, 2, 1],
     ),
-    "or kept if they are; after still more were no better, fewer are tried": (
-        ALONE,
+    "or kept while the rate rises; after still more were no better, fewer are tried": (
+        COMPUTES,
         [
             *REST,
-            computing(100),
-            computing(190),
-            computing(110),
-            *([computing(190)] * 4),
-            computing(188),
+            reading(100),
+            reading(190),
+            reading(110),
+            *([reading(190)] * 4),
+            reading(188),
         ],
         [1, 1, 1, 1, 2, 4, 2, 2, 2, 2, 1, 2],
     ),
-    "where no processor is left, fewer are tried": (
-        ALONE,
-        [*REST, computing(100), computing(190, thread_cores=1.9)],
-        [1, 1, 1, 1, 2, 1],
-    ),
-    "where reads surely wait, fewer are not tried": (
+    "fewer are kept if they are about as fast": (
         WAITS,
-        [waiting(160)] * 11,
-        [16, 128, 16, 16, 16, 16, 128, 16, 16, 16, 16, 16],
+        [*[reading(160)] * 4, reading(160), *[reading(160)] * 4, reading(158)],
+        [16, 16, 16, 16, 32, 16, 16, 16, 16, 8, 4],
     ),
-    "where it may be that other processes have the processors, they are": (
+    "fewer are not tried where all threads wait": (
         WAITS,
-        [waiting(160, process_cores=0.2)] * 7,
-        [16, 80, 16, 16, 16, 16, 8, 4],
+        [waiting(160)] * 12,
+        [16, 16, 16, 16, 32, 16, 16, 16, 16, 32, 16, 16, 16],
     ),
-    "where there can be no more, only after a long rest": (
-        WAITS,
-        [waiting(160), *[waiting(1280, process_cores=0.2)] * 67],
-        [16, *[128] * 66, 64, 32],
+    "nor more than the most": (
+        (1.0, 0.001),
+        [waiting(1280)] * 9,
+        [128] * 10,
     ),
     "nothing is tried while the consumer has what it needs": (
         WAITS,
@@ -92,31 +73,26 @@ TABLE = {
         [16, 16, 16, 16, 16, 16],
     ),
     "a source that has become slow is followed at the second window": (
-        ALONE,
-        [*REST[:2], waiting(1), waiting(1), waiting(16)],
-        [1, 1, 1, 1, 16, 128],
+        COMPUTES,
+        [*REST[:2], waiting(1), waiting(1), waiting(2), waiting(4)],
+        [1, 1, 1, 1, 2, 4, 8],
     ),
     "one slow window is chance": (
-        ALONE,
-        [computing(100), waiting(1), computing(100)],
+        COMPUTES,
+        [reading(100), waiting(1), reading(100)],
         [1, 1, 1, 1],
     ),
     "and one that has become fast": (
         WAITS,
-        [waiting(160), waiting(1280), *[computing(9000)] * 4],
-        [16, 128, 128, 128, 64, 32, 16],
-    ),
-    "and one that has become fast while other processes have the processors": (
-        WAITS,
-        [waiting(160), waiting(1280), *[waiting(9000, process_cores=0.4)] * 5],
-        [16, 128, 128, 128, 64, 32, 16, 8],
+        [*[waiting(160)] * 3, *[reading(9000)] * 4],
+        [16, 16, 16, 16, 16, 8, 4, 2],
     ),
 }
 
 
 @pytest.mark.parametrize(("first", "windows", "chosen"), TABLE.values(), ids=TABLE.keys())
 def test_decisions(first, windows, chosen):
-    count = ThreadCount(128, cores=2)
+    count = ThreadCount(128)
     count.begin(*first)
     threads = [count.threads]
     for window in windows:
@@ -126,11 +102,11 @@ def test_decisions(first, windows, chosen):
 
 
 def test_it_rests_the_longer_the_more_often_nothing_helped():
-    count, attempts = ThreadCount(128, cores=2), []
-    count.begin(*ALONE)
+    count, attempts = ThreadCount(128), []
+    count.begin(*COMPUTES)
     for window in range(200):
         before = count.threads
-        count.decide(computing(100 if count.threads == 1 else 50))
+        count.decide(reading(100 if count.threads == 1 else 50))
         if before == 1 != count.threads:
             attempts.append(window)
     gaps = [later - attempt for attempt, later in itertools.pairwise(attempts)]
@@ -164,7 +140,7 @@ def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkey
     (window,) = windows
     assert window.rate == pytest.approx(160)
     assert window.starved == pytest.approx(1)
-    assert window.process_cores == pytest.approx(0.16)
+    assert window.cores == pytest.approx(0.16)
 
 
 def test_a_window_with_more_threads_begins_when_as_many_read(monkeypatch):

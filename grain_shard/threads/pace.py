@@ -1,15 +1,14 @@
 """`ReadPace` and `ThreadCount`: the number of threads that read, adapted while the threads work.
 
 Threads that wait for a read cost nothing, but threads that compute in Python slow each other down.
-The user need not say whether the threads wait or compute. `ReadPace` measures one short period,
-called a window, after the other: how many records per second the threads complete, and how many
-processors they keep busy. From these measurements `ThreadCount` decides the number of threads.
+The user need not say whether the threads wait or compute. The first reads give a first number of
+threads. From then on `ReadPace` measures one short period, called a window, after the other: how
+many records per second the threads complete. From these rates `ThreadCount` decides the number.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from typing import NamedTuple
 # The maximum number of threads of a pool. More never helped, and the system may limit the threads
 # of a process.
 MOST_THREADS = 128
-# The maximum number of threads that are started before the first decision, or by it.
-_AT_ONCE = 64
 
 # The minimum number of seconds and of tasks of a window. A shorter window shows little on a busy
 # machine. The first windows are shorter, and each lasts twice as long as the one before: at the
@@ -28,16 +25,8 @@ _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
 # If the loop waits for batches less than this share of the time, the number of threads will do.
 _FED = 0.1
-# If fewer processors than this are busy, no thread computes: all threads wait.
-_IDLE_CORES = 0.25
-# If the process keeps less of a processor busy than this, reads surely wait for the source. With
-# more, but less than half a processor, they may also wait for processors that others use.
-_SURELY_WAITS = 0.1
-# The largest factor by which threads are added at once. Measurements of few reads may not hold for
-# many reads.
-_LARGEST_STEP = 16
-# The factor by which threads are added or taken away after two attempts that did not help.
-_SMALL_STEP = 2**0.5
+# If the process keeps fewer processors busy than this, no thread computes: all threads wait.
+_IDLE_CORES = 0.5
 # More threads are kept if they multiply the rate by at least _GAIN. Fewer threads are kept if they
 # multiply it by at least _LOSS.
 _GAIN, _LOSS = 1.05, 0.98
@@ -53,41 +42,36 @@ class Window(NamedTuple):
 
     Attributes:
         rate: Records per second that the threads of the pool completed.
-        thread_cores: Number of processors that the threads of the pool kept busy.
-        process_cores: Number of processors that the whole process kept busy.
+        cores: Number of processors that the process kept busy.
         starved: Share of the time, 0 to 1, in which the consumer waited for a result.
     """
 
     rate: float
-    thread_cores: float
-    process_cores: float
+    cores: float
     starved: float
 
 
 class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
-    The first read decides the first number. If reads wait, the number changes at once to the number
-    of threads that would keep one processor busy, but by a factor of 16 at most. Otherwise an
-    attempt is made with twice as many threads, or half as many. A change that helps is kept. A
-    change that does not help is taken back, and the other direction is tried after a rest of some
-    windows. With each attempt that does not help the rest gets longer, and after two of them the
-    attempts get smaller. If the source becomes slow, more threads are tried first. If it becomes
-    fast, fewer threads are tried first. No attempt is made while the consumer hardly waits.
+    The number climbs while the rate rises: an attempt is made with twice as many threads, and kept
+    if the rate is higher. An attempt that does not help is taken back, and after a rest of some
+    windows the next attempt goes the other way, to half as many threads. With each attempt that
+    does not help, the rest gets longer. If the source becomes slow, more threads are tried first.
+    If it becomes fast, fewer threads are tried first. No attempt is made while the consumer hardly
+    waits.
 
     Args:
         most: Largest number of threads.
-        cores: Number of processors.
 
     Attributes:
         threads: The number of threads that should work.
         why: The reason for this number, in words.
     """
 
-    def __init__(self, most: int, cores: int):
+    def __init__(self, most: int):
         self.threads, self.why = 1, "no read is done yet"
         self.most: int = most
-        self._cores = cores
         # The mean rate of windows with the present threads, and their mean distance from it.
         self._rate = self._spread = 0.0
         # (threads, rate, spread) before the present attempt; None without an attempt.
@@ -96,19 +80,16 @@ class ThreadCount:
         self._rest, self._next_rest = 0, _REST
         self._is_other = False  # True if the last window was far from the mean rate
 
-    def begin(self, reads: int, cores: float) -> None:
-        """Decides the first number of threads.
+    def begin(self, wall_s: float, processor_s: float) -> None:
+        """Decides the first number of threads: as many as keep one processor busy.
 
         Args:
-            reads: Number of reads side by side when the first one was done.
-            cores: Number of processors that these reads kept busy.
+            wall_s: Seconds that a read took.
+            processor_s: Seconds of processor time in it.
         """
-        if cores < 0.9:  # reads that compute keep at least one processor busy
-            self._set(min(math.ceil(reads / max(cores, 0.01)), _AT_ONCE), "reads wait")
-        else:
-            # One read says little about the rate. So no attempt is made in the next windows.
-            self._set(1, "the first read mostly computed")
-            self._rest = _REST
+        threads = int(wall_s / max(processor_s, 1e-6))
+        self._set(threads, "reads wait" if threads > 1 else "reads compute")
+        self._rest = _REST  # the first windows may be slow, while threads start
 
     def decide(self, window: Window) -> None:
         """Judges the attempt of the last window, if there was one, and may begin another one."""
@@ -122,7 +103,7 @@ class ThreadCount:
             if self._rest:
                 self._rest -= 1
             elif not self._is_other:
-                self._try(window)
+                self._try(all_wait=window.cores < _IDLE_CORES)
 
     def _helped(self, threads: int, rate: float, spread: float, now: float) -> bool:
         """Returns True if the last attempt helped. Otherwise takes it back.
@@ -162,35 +143,20 @@ class ThreadCount:
         self._spread = (3 * self._spread + abs(rate - self._rate)) / 4
         self._rate = (3 * self._rate + rate) / 4
 
-    def _try(self, window: Window) -> None:
-        """Begins an attempt with another number of threads, if the last window speaks for one.
+    def _try(self, *, all_wait: bool) -> None:
+        """Begins an attempt with another number of threads.
 
-        First the direction is chosen, then the size of the step. If threads wait, a step up leads
-        at once to as many threads as would keep one processor busy.
+        Args:
+            all_wait: True if no thread computes. Then fewer threads would only be slower.
         """
-        # Less than half a processor is busy: threads wait, for the source or for a processor.
-        waits = window.process_cores < 0.5
-        surely_waits = window.process_cores < _SURELY_WAITS  # for the source
-        if surely_waits:
+        if all_wait or self.threads == 1:
             self._up = True
-        elif window.thread_cores > 0.9 * self._cores:
-            self._up = False  # all processors are busy, so more threads would not help
-        if self._up and self.threads == self.most:  # only fewer threads are possible
-            self._up = surely_waits
-            if waits:
-                self._rest = _LONGEST_REST  # the threads wait, so fewer would hardly help
-                return
-        elif not self._up and self.threads == 1:
-            self._up = True
-        # Two attempts without success have doubled `_next_rest` twice.
-        step = 2.0 if self._next_rest < 4 * _REST else _SMALL_STEP
-        down = int(self.threads / step)
-        if waits:
-            step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01)))
-        threads = min(self.most, math.ceil(step * self.threads)) if self._up else down
+        elif self.threads == self.most:
+            self._up = False
+        threads = min(self.most, 2 * self.threads) if self._up else self.threads // 2
         if threads != self.threads:
             self._before = self.threads, self._rate, self._spread
-            self._set(threads, "reads wait" if waits else "an attempt")
+            self._set(threads, "an attempt")
 
     def _set(self, threads: int, why: str) -> None:
         self.threads, self.why = max(1, min(threads, self.most)), why
@@ -227,7 +193,7 @@ class ReadPace:
         process_time: Callable[[], float] = time.process_time,
     ):
         self._fixed, self._alone, self._process_time = fixed, alone, process_time
-        self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
+        self.count: ThreadCount = ThreadCount(min(most, fixed or most))
         if fixed is not None:  # `count` then decides nothing
             self.count.threads, self.count.why = self.count.most, "num_threads"
         self.threads: int = self.count.threads
@@ -236,8 +202,10 @@ class ReadPace:
         self._waiting = 0  # number of consumers that wait
         # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
         self._waits: deque[tuple[float, int]] = deque()
-        # Sums over the reads before the first decision; None after it.
-        self._first: _Sums | None = _Sums(0.0, 0.0)
+        self._is_decided = fixed is not None  # True once the first reads have given a number
+        self._first_reads = 0  # number of unfinished reads that began before the first one was done
+        # Wall-clock and processor seconds of the fastest of the first reads.
+        self._fastest = math.inf, 0.0
         self._changed = 0.0  # time of the last change of the number of threads
         self._window: _Sums | None = None  # None until the threads are as many as should work
         self._window_s = 0.0  # least length of the window; 0 for the first one
@@ -261,7 +229,7 @@ class ReadPace:
         if self.seconds_per_record is None and self._fixed is None:
             # A read that takes longer than it takes to start a thread most likely waits.
             if not self._alone:
-                self.threads = min(max(self.threads, self._active + 1), _AT_ONCE, self.count.most)
+                self.threads = min(max(self.threads, self._active + 1), self.count.most)
             return
         if self._window is None and self._active == self.threads:
             self._window = self._new_window(now)
@@ -289,8 +257,8 @@ class ReadPace:
         self.seconds_per_record = per_record_s if last_s is None else (last_s + per_record_s) / 2
         if self._fixed is not None:
             return
-        if self._first is not None:
-            self._add_first(self._first, now - start, processor_s)
+        if not self._is_decided:
+            self._add_first(now - start, processor_s)
             self._changed = now
             return
         if start < self._changed:
@@ -300,7 +268,6 @@ class ReadPace:
             return
         window = self._window
         window.wall_s += now - start
-        window.processor_s += processor_s
         window.records += size
         window.tasks += 1
         seconds = now - window.start
@@ -316,25 +283,17 @@ class ReadPace:
         if self.threads != threads_before:
             self._changed = now
 
-    def _add_first(self, first: _Sums, wall_s: float, processor_s: float) -> None:
+    def _add_first(self, wall_s: float, processor_s: float) -> None:
         """Adds one of the first reads, which ran side by side; after the last one, decides.
 
-        In `first`, `records` is the number of these reads, and `tasks` is how many have ended.
+        The fastest read decides. Others may have waited for each other, or have run code for the
+        first time, which takes longer.
         """
-        if not first.records:
-            first.records = self._active + 1
-            if self._active:
-                # The time of the very first read counts only if the read was alone, because code
-                # that runs for the first time takes longer.
-                first.tasks = 1
-                return
-        first.tasks += 1
-        first.wall_s += wall_s
-        first.processor_s += processor_s
-        if first.tasks >= first.records:
-            cores = first.records * first.processor_s / max(first.wall_s, 1e-9)
-            self.count.begin(first.records, cores)
-            self.threads, self._first = self.count.threads, None
+        self._first_reads = (self._first_reads or self._active + 1) - 1
+        self._fastest = min(self._fastest, (wall_s, processor_s))
+        if not self._first_reads:
+            self.count.begin(*self._fastest)
+            self.threads, self._is_decided = self.count.threads, True
 
     def consumer_waits(self, now: float) -> None:
         """Notes that a consumer begins to wait for a result. Any thread may call this."""
@@ -371,11 +330,9 @@ class ReadPace:
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
     def _measured(self, window: _Sums, seconds: float) -> Window:
-        rate = window.active_s / seconds * window.records / window.wall_s
         return Window(
-            rate=rate,
-            thread_cores=rate * window.processor_s / window.records,
-            process_cores=(self._process_time() - window.process_start) / seconds,
+            rate=window.active_s / seconds * window.records / window.wall_s,
+            cores=(self._process_time() - window.process_start) / seconds,
             starved=window.starved_s / seconds,
         )
 
@@ -385,6 +342,6 @@ class _Sums:
 
     def __init__(self, start: float, process_start: float):
         self.start, self.process_start = start, process_start
-        self.active_s = self.starved_s = self.wall_s = self.processor_s = 0.0
+        self.active_s = self.starved_s = self.wall_s = 0.0
         self.records = self.tasks = 0
         self.now = start  # the time until which `active_s` and `starved_s` are added up
