@@ -18,10 +18,10 @@ from typing import NamedTuple
 # of a process.
 MOST_THREADS = 128
 
-# The minimum number of seconds and of tasks of a window. A shorter window shows little on a busy
-# machine. The first windows are shorter, and each lasts twice as long as the one before: at the
-# start, a bad number of threads costs more than a wrong attempt.
-_WINDOW_S, _WINDOW_TASKS = 0.1, 8
+# The minimum number of seconds of a window. A shorter window shows little on a busy machine. The
+# first windows are shorter, and each lasts twice as long as the one before: at the start, a bad
+# number of threads costs more than a wrong attempt.
+_WINDOW_S = 0.1
 _FIRST_WINDOW_S = _WINDOW_S / 8
 # If the loop waits for batches less than this share of the time, the number of threads will do.
 _FED = 0.1
@@ -84,7 +84,7 @@ class ThreadCount:
         """Decides the first number of threads: as many as keep one processor busy.
 
         Args:
-            wall_s: Seconds that a read took.
+            wall_s: Seconds that the read of a record took.
             processor_s: Seconds of processor time in it.
         """
         threads = int(wall_s / max(processor_s, 1e-6))
@@ -204,11 +204,11 @@ class ReadPace:
         self._waits: deque[tuple[float, int]] = deque()
         self._is_decided = fixed is not None  # True once the first reads have given a number
         self._first_reads = 0  # number of unfinished reads that began before the first one was done
-        # Wall-clock and processor seconds of the fastest of the first reads.
+        # Wall-clock and processor seconds of a record in the fastest of the first reads.
         self._fastest = math.inf, 0.0
         self._changed = 0.0  # time of the last change of the number of threads
         self._window: _Sums | None = None  # None until the threads are as many as should work
-        self._window_s = 0.0  # least length of the window; 0 for the first one
+        self._window_s = _FIRST_WINDOW_S  # least length of the window
 
     def limit(self, most: int) -> None:
         """Lowers the largest number of threads, because the system allows no more threads.
@@ -258,7 +258,7 @@ class ReadPace:
         if self._fixed is not None:
             return
         if not self._is_decided:
-            self._add_first(now - start, processor_s)
+            self._add_first(per_record_s, processor_s / size)
             self._changed = now
             return
         if start < self._changed:
@@ -274,7 +274,7 @@ class ReadPace:
         if not self._is_over(window, seconds):
             return
         threads_before = self.threads
-        self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
+        self._window_s = min(2 * self._window_s, _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
         self.threads = self.count.threads
         # After a change, the next window begins once that number of threads read: new threads take
@@ -322,12 +322,9 @@ class ReadPace:
     def _is_over(self, window: _Sums, seconds: float) -> bool:
         if window.tasks < self.threads or not (seconds and window.wall_s):
             return False  # too few tasks, or a coarse clock that has not moved
+        # If all threads wait, more time would show nothing new.
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
-        if not self._window_s or is_idle:
-            # The first window ends after one task per thread. A later one ends early if all threads
-            # wait, because more time would show nothing new.
-            return True
-        return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
+        return is_idle or seconds >= self._window_s
 
     def _measured(self, window: _Sums, seconds: float) -> Window:
         return Window(
