@@ -54,7 +54,6 @@ NO_SECONDS = "is not a positive number of seconds."
         (f"{TWO} data {SIZES}", "argument --mesh: 'data' does not have the form data=32,model=8. "),
         (f"{TWO} data=1,data=2 {SIZES}", "argument --mesh: 'data=1,data=2' does not have the form"),
         (f"{TWO} data=2 --spec data++x {SIZES}", "--spec: 'data++x' has an empty axis name. "),
-        (f"{TWO} data=2 --picture mesh.words {SIZES}", "'mesh.words' does not end in .svg"),
         (f"{TWO} data=2 --hardware v5e {SIZES}", "'v5e' is not one of tpu_v5e, tpu_v5p"),
         (f"{TWO} data=2 --compile a.py {SIZES}", "'a.py' does not have the form train.py:build. "),
         (f"{TWO} data=2 --compile :f {SIZES}", "':f' does not have the form train.py:build. "),

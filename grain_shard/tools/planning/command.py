@@ -1,4 +1,4 @@
-"""``python -m grain_shard plan``: a plan from the command line, as text, JSON and a picture."""
+"""``python -m grain_shard plan``: a plan from the command line, as text or JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import inspect
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec
 from grain_shard.errors import ShardingError
 from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.planning.compile_step import compile_step, load_step, memory_table
-from grain_shard.tools.planning.picture import draw_mesh
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.tools.showing.tables import to_screen
@@ -61,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
-    picture = "SVG to write, such as mesh.svg, with the rows that each device holds"
-    add("--picture", type=_picture, metavar="FILE", help=picture)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,7 +69,6 @@ def main(args: argparse.Namespace) -> int:
             the function.
         GrainShardError: An optional package is missing, or the step of ``--compile`` does not take
             batches in the shardings of `shard_to`.
-        OSError: The picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
         raise UsageError(
@@ -100,15 +95,12 @@ def main(args: argparse.Namespace) -> int:
         planned = plan(mesh, **options)
     except ShardingError as error:  # the options are wrong, because a plan depends on nothing else
         raise UsageError(str(error)) from None
-    padded_rows = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
         # The user's script runs on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        memory = compile_step(load_step(*args.compile), mesh, args.spec, padded_rows)
-    if args.picture is not None:
-        draw_mesh(mesh, args.spec, padded_rows, args.picture)
-        print(f"drawn: {args.picture}", file=sys.stderr)
+        step = load_step(*args.compile)
+        memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}
         print(json.dumps(planned.to_dict() | more))
@@ -134,14 +126,6 @@ def _script_and_name(text: str) -> tuple[str, str]:
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {path!r}")
     return path, name
-
-
-def _picture(text: str) -> Path:
-    if Path(text).suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(
-            f"{text!r} does not end in .svg, the format of the picture"
-        )
-    return Path(text)
 
 
 def _axes(text: str) -> dict[str, int]:

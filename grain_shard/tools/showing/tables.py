@@ -16,7 +16,6 @@ from rich.filesize import decimal
 from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 _TEXT_WIDTH = 100
@@ -133,15 +132,9 @@ def to_html(renderable: Any) -> str:
     return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
 
 
-def to_svg(renderable: Any, title: str) -> str:
-    """Returns a table as the text of an SVG, with its colors, as wide as its longest line."""
-    width = 2 + max(map(cell_len, [title, *to_text(renderable).splitlines()]))
-    return _rendered(renderable, width).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
-
-
-def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
+def _rendered(renderable: Any) -> Console:
     # Without `force_jupyter`, rich would display the table in a notebook, although `file` is given.
-    console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
+    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
 
