@@ -187,13 +187,3 @@ def profile(
         num_bytes=sum(size["bytes"] for size in sizes),
         read_threads=read_threads,
     )
-
-
-def measure_throughput(
-    ds: Iterable[Any],
-    num_batches: int = 50,
-    warmup: int = 5,
-    step: Callable[[Any], Any] | None = None,
-) -> Profile:
-    """Calls `profile`, with its arguments in the order that other libraries use for this name."""
-    return profile(ds, step, num_batches, warmup=warmup)
