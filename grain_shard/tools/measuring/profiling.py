@@ -84,8 +84,9 @@ class Profile(Measurement):
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
-            threads, a_batch = f"{self.figures.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
-            lines.append(f"{lane:<8}{threads}{total_s:>12.3f} s{a_batch}{self.busy(lane):>8.0%}")
+            threads = len({s.thread for s in self.spans if s.stage == lane})
+            times = f"{total_s:>12.3f} s{self._a_batch(total_s):>14}"
+            lines.append(f"{lane:<8}{threads:>7}{times}{self.busy(lane):>8.0%}")
         if self.read_threads:
             lines += [
                 "",
@@ -141,8 +142,8 @@ def profile(
         >>> ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8)
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> measured = profile(ds.shard_to(mesh), lambda batch: batch["x"].sum(), num_batches=20)
-        >>> list(measured.stages_s)
-        ['read', 'batch', 'pad', 'place']
+        >>> list(measured.lanes_s)
+        ['read', 'batch', 'pad', 'place', 'wait', 'step']
 
     Args:
         ds: The dataset that `shard_to` returned, or any other iterable of batches, of which only
