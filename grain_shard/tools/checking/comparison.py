@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,13 +122,6 @@ class BatchRange(NamedTuple):
     steps: range
     state: str | None = None
 
-    def go(self, batches: ShardedIterator) -> None:
-        """Sets an iterator to the first of these batches."""
-        if self.state is not None:
-            batches.set_state(json.loads(self.state))
-        elif self.steps.start:
-            batches.seek(self.steps.start)
-
 
 class Reference:
     """Batches of a pipeline that one thread has read alone, and the states before them.
@@ -153,58 +147,44 @@ class Reference:
         self.batches: dict[int, Leaves] = {}
         self.states: dict[int, str | None] = {}
         self.ends_late: bool = False
-        self.ranges: list[BatchRange] = []
-        num_batches = alone.num_batches()
+        self._num_batches = alone.num_batches()
         with iter(alone) as batches:
-            first = self._take(batches, 0)
-            if first is None:
+            if not self._read(batches, range(1), math.inf):
                 raise ShardingError(
                     "the pipeline has no batch to check.",
                     remedy="check that the source has records, and that a .filter keeps some.",
                 )
-            size = sum(array.nbytes for array in first.values()) or 1  # bytes of a batch
-            windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
-            self.wanted = sum(map(len, windows))
-            for window in windows:
-                steps = range(window.start, self._read(batches, window, num_batches, until))
-                if steps:  # empty if the time ran out before the first batch of the window
-                    self.ranges.append(BatchRange(steps))
+            size = sum(array.nbytes for array in self.batches[0].values()) or 1
+            windows = _windows(self._num_batches, min(most, max(_LEAST, _BYTES // size)))
+            self.wanted: int = sum(map(len, windows))
+            read = [BatchRange(self._read(batches, window, until)) for window in windows]
             # Some fields of a state come only with batches, so the last state has all fields.
             self.last_state: str | None = _state(batches)
+        # A range is empty if the time ran out before its first batch.
+        self.ranges: list[BatchRange] = [some for some in read if some.steps]
 
-    def _read(
-        self, batches: ShardedIterator, window: range, num_batches: int | None, until: float
-    ) -> int:
-        """Reads the batches of a window. Returns the number of the first one that was not read."""
+    def _read(self, batches: ShardedIterator, window: range, until: float) -> range:
+        """Reads the batches of a window. Returns the numbers of the batches that were read."""
         for step in window:
-            if step == 0:  # `__init__` has read it, to learn the size of a batch
+            if step in self.batches:  # the first batch, which was read to learn its size
                 continue
             if time.monotonic() > until:
-                return step
-            if step == window.start:
+                return range(window.start, step)
+            if step and step == window.start:
                 batches.seek(step)
-            if self._take(batches, step) is None:
-                self._end(step, num_batches)
-                return step
-            if step + 1 == num_batches:  # no batch may follow
+            state, batch = _state(batches), next(batches, None)
+            if batch is None:
+                if self._num_batches is not None:
+                    raise ShardingError(
+                        f"the batches end after {step:,}, and len(ds) is {self._num_batches:,}.",
+                        remedy="give the source a __len__ that is its number of records.",
+                    )
+                self.wanted = step  # the stream has fewer batches
+                return range(window.start, step)
+            self.batches[step], self.states[step] = leaves_of(batch), state
+            if step + 1 == self._num_batches:  # no batch may follow
                 self.ends_late = next(batches, None) is not None
-        return window.stop
-
-    def _take(self, batches: ShardedIterator, step: int) -> Leaves | None:
-        state, batch = _state(batches), next(batches, None)
-        if batch is None:
-            return None
-        self.batches[step], self.states[step] = leaves_of(batch), state
-        return self.batches[step]
-
-    def _end(self, step: int, num_batches: int | None) -> None:
-        """Notes the end of a stream at batch `step`. For any other pipeline it comes too early."""
-        if num_batches is not None:
-            raise ShardingError(
-                f"the batches end after {step:,}, and len(ds) is {num_batches:,}.",
-                remedy="give the source a __len__ that is its number of records.",
-            )
-        self.wanted = step
+        return window
 
     @property
     def batch_rows(self) -> int:
@@ -259,8 +239,8 @@ class Comparison:
         until: Time of `time.monotonic` after which no further batch is read.
 
     Attributes:
-        step: The number of the batch that differs; None if none differs.
-        found: The difference.
+        step: The number of the last batch that was compared.
+        found: The difference of this batch, which ends the comparison; None if there is none.
         batches: Number of batches that were compared.
         rows: Number of rows that were compared.
         wanted: Number of batches to compare.
@@ -268,7 +248,7 @@ class Comparison:
 
     def __init__(self, reference: Reference, until: float):
         self.reference, self.until = reference, until
-        self.step: int | None = None
+        self.step = 0
         self.found: Difference | None = None
         self.batches = self.rows = self.wanted = 0
 
@@ -287,16 +267,20 @@ class Comparison:
             self.found = difference(leaves, alone, rows)
             self.rows += rows_in(leaves)
         self.batches += 1
-        self.step = None if self.found is None else step
+        self.step = step
         return self.found is None and time.monotonic() < self.until
 
-    def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange]) -> None:
-        """Reads ranges of batches, and compares them."""
-        self.wanted = sum(len(some.steps) for some in ranges)
+    def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange] | None = None) -> None:
+        """Reads ranges of batches, by default those of the reference, and compares them."""
+        ranges = self.reference.ranges if ranges is None else ranges
+        self.wanted = sum(len(steps) for steps, _ in ranges)
         with iter(ds) as batches:
-            for some in ranges:
-                some.go(batches)
-                for step in some.steps:
+            for steps, state in ranges:
+                if state is not None:
+                    batches.set_state(json.loads(state))
+                elif steps.start:
+                    batches.seek(steps.start)
+                for step in steps:
                     batch: Any = next(batches, None)
                     leaves = None if batch is None else leaves_of(batch)
                     del batch  # or the devices would hold one batch more than the user allows
@@ -337,7 +321,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if not self.batches:
-            return f"{self.rows:,} records" if self.rows else ""
+            return ""
         cut = f" of {self.wanted:,}" if self.batches < self.wanted else ""
         noun = "batch" if self.batches == 1 and not cut else "batches"
         return f"{self.batches:,}{cut} {noun}, {self.rows:,} rows"

@@ -22,14 +22,21 @@ _TEXT_WIDTH = 100
 
 
 class InNotebooks:
-    """Base class that shows an object as HTML in a notebook, if rich can render its class.
+    """Base class of objects that `rich` can render: their text, and their HTML in a notebook.
 
     The notebook also gets plain text, for terminals, for GitHub, and for the comparison of two
     versions of a notebook. Unlike rich's own text, it has no color codes.
     """
 
+    def __str__(self) -> str:
+        text = _rendered(self).export_text()
+        return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+    __repr__ = __str__
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": to_html(self), "text/plain": to_text(self)}
+        html = _rendered(self).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
+        return {"text/html": html, "text/plain": str(self)}
 
 
 class FittingTable(InNotebooks):
@@ -119,17 +126,6 @@ def to_screen(renderable: InNotebooks) -> None:
 def screen_width() -> int:
     """Returns the width of the output: the variable COLUMNS, else the terminal's, else 100."""
     return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
-
-
-def to_text(renderable: Any) -> str:
-    """Returns a table as plain text, without a newline at the end."""
-    text = _rendered(renderable).export_text()
-    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
-
-
-def to_html(renderable: Any) -> str:
-    """Returns a table as one HTML element, with its colors."""
-    return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
 
 
 def _rendered(renderable: Any) -> Console:
