@@ -524,7 +524,7 @@ def none():
     [
         ("right", 0, ""),
         ("wrong", 1, "check: batch['x']: read twice, by one thread: row 0 of batch 0 was "),
-        ("none", 2, "MODULE:none is a NoneType, not a dataset after .shard_to(mesh)."),
+        ("none", 2, "MODULE:none is a NoneType, not a dataset."),
         ("other", 2, "the module 'MODULE' has no 'other'."),
     ],
 )

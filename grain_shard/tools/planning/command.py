@@ -8,19 +8,19 @@ import inspect
 import json
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import jax
 from jax.sharding import PartitionSpec
 
 from grain_shard.errors import ShardingError
+from grain_shard.reading.padding import Remainder
 from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.planning.compile_step import compile_step, load_step, memory_table
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.tools.showing.tables import to_screen
 from grain_shard.training.hardware import HardwareType
-
-_CHIPS = ", ".join(HardwareType)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--records", dest="num_records", required=True, help="records of an epoch")
     number("--record-bytes", help="bytes of one record in the batch; default: unknown")
     remainder = "treatment of a short last batch; default: pad"
-    add("--remainder", choices=("pad", "drop", "error"), default="pad", help=remainder)
-    hardware = f"chip, to be warned if it wants more rows than a device holds: {_CHIPS}"
-    add("--hardware", type=_chip, metavar="CHIP", help=hardware)
+    add("--remainder", choices=get_args(Remainder), default="pad", help=remainder)
+    chips = ", ".join(HardwareType)
+    hardware = f"chip, to be warned if it wants more rows than a device holds: {chips}"
+    add("--hardware", type=HardwareType, metavar="CHIP", help=hardware)
     compiled = (
         "compile a training step for the slice. NAME(mesh) returns the step, its state and one"
         " record, the last two as jax.ShapeDtypeStruct. The step is traced under"
@@ -75,15 +76,11 @@ def main(args: argparse.Namespace) -> int:
             "--hosts and --devices-per-host belong together.\n"
             "  remedy: give both, or --topology alone."
         )
-    if args.slices > 1 and args.topology is None:
-        raise UsageError(
-            "--slices needs a TPU topology.\n  remedy: give --topology in place of --hosts."
-        )
-    if args.compile is not None and args.topology is None:
-        raise UsageError(
-            "--compile needs the devices of a TPU slice.\n"
-            "  remedy: name the slice by --topology, in place of --hosts."
-        )
+    for option, is_given in (("--slices", args.slices > 1), ("--compile", args.compile)):
+        if is_given and args.topology is None:
+            raise UsageError(
+                f"{option} needs a TPU topology.\n  remedy: give --topology in place of --hosts."
+            )
     parameters = inspect.signature(plan).parameters
     # The options that have the name of a parameter of `plan` are its arguments.
     options = {name: value for name, value in vars(args).items() if name in parameters}
@@ -109,13 +106,6 @@ def main(args: argparse.Namespace) -> int:
         if memory is not None:
             to_screen(memory_table(memory))
     return 0
-
-
-def _chip(text: str) -> HardwareType:
-    try:
-        return HardwareType(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {_CHIPS}") from None
 
 
 def _script_and_name(text: str) -> tuple[str, str]:
