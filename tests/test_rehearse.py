@@ -160,9 +160,9 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
 
 
 RAN_ALONE = (
-    " ran alone: its call of jax.distributed.initialize() is missing, failed, or comes after another"
-    " use of JAX. Processes that have not joined the others run the whole job, and may disturb each"
-    " other, for example in a folder that all of them write to. Remedy: call"
+    " ran alone: its call of jax.distributed.initialize() is missing, failed, or comes after"
+    " another use of JAX. Processes that have not joined the others run the whole job, and may"
+    " disturb each other, for example in a folder that all of them write to. Remedy: call"
     " jax.distributed.initialize(), without arguments, before any other use of JAX."
 )
 NEVER_JOINED = f"rehearse: each host{RAN_ALONE}\n"

@@ -202,11 +202,8 @@ def _shared(a: SourceRecords, b: SourceRecords, until: float) -> list[str]:
 
 
 def _locations(records: SourceRecords) -> set[str]:
-    names = set[str]()
-    for i in records.indices:
-        path, position = records.source.where(i)
-        names.add(f"record {position} of {os.path.realpath(path)}")
-    return names
+    places = map(records.source.where, records.indices)
+    return {f"record {position} of {os.path.realpath(path)}" for path, position in places}
 
 
 def _contents(records: SourceRecords, index: int, until: float) -> tuple[str, str]:

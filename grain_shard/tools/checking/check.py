@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from grain_shard.errors import ShardingError, describe_error, describe_mesh, require_int
-from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
-from grain_shard.iteration.random_access import ENDLESS
+from grain_shard.hosts.state_files import FEEDS, STREAM
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
@@ -50,12 +49,7 @@ _HOSTS = 2, 4
 _RECORDS_SHARE, _RECORDS_S = 1 / 12, 4.0
 # With fewer seconds left no worker process is started, because its imports take some seconds.
 _PROCESS_S = 10.0
-# The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.
-_STATE_BYTES, _PICKLED_BYTES = 200, 2**30
-
-# Reasons why a proof is left out.
-_EACH_FEED = "does not apply: each feed is read by its own threads"
-_NO_STATE = "does not apply: an iterator of the stream has no state"
+_PICKLED_BYTES = 2**30  # the most bytes of a pipeline to send to a worker process
 
 # The remedies.
 _NOT_RANDOM = (
@@ -102,8 +96,8 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any 
     * after a restore in the middle, of a state that was text in between
     * on meshes of other sizes, and as 2 and 4 hosts
 
-    The check also proves that all records have one shape and dtype, and that a state of random
-    access has less than 200 bytes. A proof that does not apply to the pipeline says why.
+    The check also proves that all records have one shape and dtype. A proof that does not apply to
+    the pipeline says why.
 
     The check reads in one process, which starts a worker process. So a script has to call it under
     ``if __name__ == "__main__":``.
@@ -194,11 +188,12 @@ class _Check:
             _NOT_RANDOM,
             lambda comparison: comparison.read(read_alone(ds)),
         )
+        own_threads = "does not apply: each feed is read by its own threads"
         yield self._proof(
             "the first batch, in this thread",
             _IN_ANY_THREAD,
             lambda comparison: comparison.add(0, leaves_of(ds.host.first())),  # read by this thread
-            why_not=_EACH_FEED if ds.host.kind == FEEDS else "",
+            why_not=own_threads if ds.host.kind == FEEDS else "",
         )
         has_threads = any(level.by_several for level in self._levels)
         remedy = _OF_RACES if has_threads else _OF_WORLDS
@@ -214,7 +209,7 @@ class _Check:
             "a restore, through JSON",
             _RESTORES,
             lambda comparison: comparison.read(read_alone(ds), halves),
-            why_not="" if halves else _NO_STATE,
+            why_not="" if halves else "does not apply: an iterator of the stream has no state",
         )
         meshes = other_meshes(ds, reference.batch_rows)
         for mesh in meshes:
@@ -241,8 +236,6 @@ class _Check:
             why_not=self._why_no_worker(),
             share=1,
         )
-        yield self._state()
-        yield self._steps()
 
     def _proof(
         self,
@@ -405,31 +398,3 @@ class _Check:
         steps = ", ".join(f"{some.steps.start:,}:{some.steps.stop:,}" for some in reference.ranges)
         compared = f"{count:,}{cut} batches ({steps}), {rows:,} rows"
         return Line("shapes and dtypes of the records", compared)
-
-    def _state(self) -> Line:
-        states = [*self._reference.states.values(), self._reference.last_state]
-        sizes = [len(state) for state in states if state is not None]
-        if not sizes:
-            return Line("the state", why_not=_NO_STATE)
-        error = None
-        if self._ds.host.kind == RANDOM_ACCESS and max(sizes) >= _STATE_BYTES:
-            error = ShardingError(
-                f"the state has {max(sizes):,} bytes, and {_STATE_BYTES} are allowed:"
-                f" {states[-1]}.",
-                remedy="give the source a shorter name in its __repr__.",
-            )
-        return Line("the state", f"{len(sizes):,} states, {max(sizes):,} bytes", error=error)
-
-    def _steps(self) -> Line:
-        batches, name = self._ds.num_batches(), "the number of steps"
-        if batches is None:
-            return Line(name, why_not="does not apply: unknown until the stream ends")
-        if batches > ENDLESS:
-            return Line(name, why_not="does not apply: the dataset repeats without an end")
-        error = None
-        if self._reference.ends_late:
-            error = ShardingError(
-                f"a batch came after the last of {batches:,} batches.",
-                remedy="give the source a __len__ that is its number of records.",
-            )
-        return Line(name, f"{batches:,} steps in a pass", error=error)

@@ -88,14 +88,14 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
             b = b[rows]
         if same_values(a, b):
             continue
-        is_comparable = a.shape == b.shape and (a.dtype == b.dtype or (is_text(a) and is_text(b)))
-        if not is_comparable:
-            return Difference(path, None, describe_leaf(a), describe_leaf(b), describe_leaf(b))
+        leaf = describe_leaf(b)
+        if a.shape != b.shape or (a.dtype != b.dtype and not (is_text(a) and is_text(b))):
+            return Difference(path, None, describe_leaf(a), leaf, leaf)
         if not a.ndim:
-            return Difference(path, None, *shown_apart(a, b), describe_leaf(b))
+            return Difference(path, None, *shown_apart(a, b), leaf)
         row = next(i for i in range(len(a)) if not same_values(a[i : i + 1], b[i : i + 1]))
         batch_row = row if rows is None else int(rows[row])
-        return Difference(path, batch_row, *shown_apart(a[row], b[row]), describe_leaf(b))
+        return Difference(path, batch_row, *shown_apart(a[row], b[row]), leaf)
     return None
 
 
@@ -136,18 +136,14 @@ class Reference:
         states: The state before each batch, as JSON; None if the pipeline has no state.
         ranges: The batches that were read: the first ones, the last ones, and some in the middle.
         wanted: Number of batches that were to be read.
-        last_state: The state after the last batch that was read, as JSON; None without a state.
-        ends_late: True if there was one more batch after the last one by `len`.
 
     Raises:
-        ShardingError: The pipeline has no batch, or ends before its last batch.
+        ShardingError: The pipeline has no batch.
     """
 
     def __init__(self, alone: ShardedDataset, most: int, until: float):
         self.batches: dict[int, Leaves] = {}
         self.states: dict[int, str | None] = {}
-        self.ends_late: bool = False
-        self._num_batches = alone.num_batches()
         with iter(alone) as batches:
             if not self._read(batches, range(1), math.inf):
                 raise ShardingError(
@@ -155,11 +151,9 @@ class Reference:
                     remedy="check that the source has records, and that a .filter keeps some.",
                 )
             size = sum(array.nbytes for array in self.batches[0].values()) or 1
-            windows = _windows(self._num_batches, min(most, max(_LEAST, _BYTES // size)))
+            windows = _windows(alone.num_batches(), min(most, max(_LEAST, _BYTES // size)))
             self.wanted: int = sum(map(len, windows))
             read = [BatchRange(self._read(batches, window, until)) for window in windows]
-            # Some fields of a state come only with batches, so the last state has all fields.
-            self.last_state: str | None = _state(batches)
         # A range is empty if the time ran out before its first batch.
         self.ranges: list[BatchRange] = [some for some in read if some.steps]
 
@@ -173,17 +167,10 @@ class Reference:
             if step and step == window.start:
                 batches.seek(step)
             state, batch = _state(batches), next(batches, None)
-            if batch is None:
-                if self._num_batches is not None:
-                    raise ShardingError(
-                        f"the batches end after {step:,}, and len(ds) is {self._num_batches:,}.",
-                        remedy="give the source a __len__ that is its number of records.",
-                    )
-                self.wanted = step  # the stream has fewer batches
+            if batch is None:  # the end of a stream, which has fewer batches
+                self.wanted = step
                 return range(window.start, step)
             self.batches[step], self.states[step] = leaves_of(batch), state
-            if step + 1 == self._num_batches:  # no batch may follow
-                self.ends_late = next(batches, None) is not None
         return window
 
     @property

@@ -200,12 +200,15 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     # A worker works for `work_ms` of the `task_ms` that a task takes. So it always has work if
     # `task_ms / work_ms` tasks are under way for it.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
-    advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
-    if busy >= _MOST:  # the workers have enough tasks, and compute
+    if busy >= _MOST and workers >= size:
+        advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
+    elif busy >= _MOST:  # the workers have enough tasks, and compute
         advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
-        if workers >= size:
-            advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
-    elif enough <= size:  # workers wait, although enough tasks may be under way
+    elif enough > size:
+        advice = [
+            f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."
+        ]
+    else:  # workers wait, although enough tasks may be under way
         advice = [
             "check the network between the workers and this host: more workers would not help.",
             "let the workers send less: uint8 images, converted to floats inside the step.",

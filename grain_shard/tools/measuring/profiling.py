@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from grain_shard.errors import GrainShardError, require_int
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import LOOP, WAIT
-from grain_shard.tools.extras import require
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, PipelineFacts
@@ -67,7 +67,11 @@ class Profile(Measurement):
         Raises:
             GrainShardError: matplotlib is not installed.
         """
-        require("plot", "a timeline", ", or print the profile.")
+        if find_spec("matplotlib") is None:
+            raise GrainShardError(
+                "a timeline needs matplotlib, which is not installed.\n"
+                '  remedy: pip install "grain-shard[plot]", or print the profile.'
+            )
         from grain_shard.tools.measuring.timeline_plot import draw
 
         return draw(self, self.bottleneck)

@@ -114,18 +114,14 @@ class FirstLines(InNotebooks):
 
 def to_screen(renderable: InNotebooks) -> None:
     """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
-    console = Console(width=screen_width())
+    # The variable COLUMNS, else the width of the terminal, else 100.
+    console = Console(width=shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns)
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         display(renderable)
     else:
         console.print(renderable, highlight=False)
-
-
-def screen_width() -> int:
-    """Returns the width of the output: the variable COLUMNS, else the terminal's, else 100."""
-    return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
 def _rendered(renderable: Any) -> Console:
