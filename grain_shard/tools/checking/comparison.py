@@ -219,7 +219,7 @@ def _windows(num_batches: int | None, most: int) -> list[range]:
 
 
 class Comparison:
-    """Compares batches with those that one thread read alone, until one differs or time runs out.
+    """Compares batches with the reference, until one differs or time runs out.
 
     Args:
         reference: The batches that one thread read alone.
@@ -258,7 +258,7 @@ class Comparison:
         return self.found is None and time.monotonic() < self.until
 
     def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange] | None = None) -> None:
-        """Reads ranges of batches, by default those of the reference, and compares them."""
+        """Reads ranges of batches, by default the ranges of the reference, and compares them."""
         ranges = self.reference.ranges if ranges is None else ranges
         self.wanted = sum(len(steps) for steps, _ in ranges)
         with iter(ds) as batches:
@@ -296,8 +296,8 @@ class Comparison:
                     if item is None and host.ends_by_vote:
                         break  # this host has no rows left, and in a job would only add padding
                     num_rows = rows_in(self.reference.batches[step])
-                    # The shards of a short last batch are those of a full one, whose last rows it
-                    # lacks. With several batch sizes each batch has shards of its own size.
+                    # A short last batch has the shards of a full batch, whose last rows it lacks.
+                    # With several batch sizes each batch has shards of its own size.
                     rows = layout.rows(num_rows if sizes_vary else full_rows)
                     leaves = None if item is None else leaves_of(item[0])
                     if not self.add(step, leaves, rows[rows < num_rows]):
