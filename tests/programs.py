@@ -75,7 +75,7 @@ def command(line):
     on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         with (
-            mock.patch.multiple(sys, argv=["grain_shard", *line.split()], unraisablehook=None),
+            mock.patch.multiple(sys, argv=["grain_shard", *line.split()]),
             pytest.raises(SystemExit) as end,
         ):
             runpy.run_module("grain_shard", run_name="__main__")

@@ -132,9 +132,8 @@ def test_a_worker_process_gives_the_same_batches(name, tmp_path, few_times):
 def test_the_first_batches_the_last_ones_and_some_in_the_middle_are_read(no_worker, few_times):
     checked = check(numbered(RECORDS).batch(8).shard_to(data_mesh(4)), seconds=SECONDS)
     assert checked.lines[0].compared == "20 batches (0:10, 120:125, 60:65), 160 rows"
-    assert checked.lines[-1].compared == "125 steps in a pass"
     assert str(checked) == repr(checked)
-    assert "125 steps in a pass" in str(checked)
+    assert "read twice, by one thread" in str(checked)
     shown = checked._repr_mimebundle_()
     assert "<pre" in shown["text/html"]
     assert shown["text/plain"] == str(checked)
@@ -486,8 +485,7 @@ def test_a_slow_source_ends_the_check_and_each_line_says_what_was_compared(no_wo
     ds = RECORDS.map(lambda i: {"x": time.sleep(0.01) or i}).repeat().batch(8)
     lines = check(ds.shard_to(data_mesh(4)), batches=1000, seconds=1).lines
     assert " of 1,000 batches (0:" in lines[0].compared
-    assert {line.found.split(":")[0] for line in lines} >= {"ok", "does not apply"}
-    assert lines[-1].found == "does not apply: the dataset repeats without an end"
+    assert "ok" in {line.found for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -524,7 +522,7 @@ def none():
     [
         ("right", 0, ""),
         ("wrong", 1, "check: batch['x']: read twice, by one thread: row 0 of batch 0 was "),
-        ("none", 2, "MODULE:none is a NoneType, not a dataset after .shard_to(mesh)."),
+        ("none", 2, "MODULE:none is a NoneType, not a dataset."),
         ("other", 2, "the module 'MODULE' has no 'other'."),
     ],
 )

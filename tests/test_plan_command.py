@@ -1,10 +1,9 @@
-"""``python -m grain_shard plan``: text, JSON and pictures."""
+"""``python -m grain_shard plan``: text and JSON."""
 
 import dataclasses
 import json
 import subprocess
 import sys
-from xml.etree import ElementTree
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -111,34 +110,3 @@ assert not xla_bridge.backends_are_initialized()
         assert (plan["steps_per_epoch"], plan["padded_rows_per_epoch"]) == (313, 881)
         assert plan["reads"]["amplification"] == 4
         assert plan["hosts_with_the_same_rows"][0] == [0, 1, 2, 3]
-
-
-class TestPicture:
-    @pytest.mark.parametrize(
-        ("hosts", "devices", "options", "drawn"),
-        [
-            (4, 2, "data=4,model=2", "0:128 host 0: 0, 1"),
-            (4, 2, "data=8", "0:64 host 0: 0"),
-            (1, 1, "data=1", "0:512 device 0"),
-            (2, 1, "model=2 --spec -", "0:512 host 0: 0, host 1"),
-            # Hosts that hold the same rows share a line.
-            (2, 2, "model=2,data=2 --spec data", "0:256 host 0: 0, host 1: 2"),
-            (2, 2, "model=2,data=2 --spec data", "256:512 host 0: 1, host 1: 3"),
-            (64, 4, "data=128,model=2", "the first 16 of 128 sh"),
-            (4, 2, "data=4,seq=2 --spec data,seq", "0:128 host 0"),
-            (4, 2, "data=8", "data=8: rows of a batch"),
-        ],
-    )
-    def test_rows_go_down_with_their_hosts(self, hosts, devices, options, drawn, tmp_path, capsys):
-        path = tmp_path / "mesh.svg"
-        words = f"plan --hosts {hosts} --devices-per-host {devices} --mesh {options}"
-        assert command(f"{words} --batch 512 --records 512 --picture {path}") == 0
-        assert f"drawn: {path}" in capsys.readouterr().err
-        shown = " ".join(element.text or "" for element in ElementTree.parse(path).iter())
-        assert drawn in " ".join(shown.split())
-
-    def test_a_folder_that_is_missing_is_named(self, tmp_path, capsys):
-        words = "plan --hosts 4 --devices-per-host 2 --mesh data=8 --batch 8 --records 80"
-        path = str(tmp_path / "nowhere" / "mesh.svg")
-        assert command(f"{words} --picture {path}") == 1
-        assert path in capsys.readouterr().err

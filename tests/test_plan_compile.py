@@ -128,11 +128,11 @@ def test_a_step_with_a_fault_of_its_own(compiled):
 def test_a_spec_that_does_not_fit_the_record(compiled):
     code, _, complaint = compiled("build", "--spec", "data,model,data")
     assert code == 2
-    assert ". Remedy: " in complaint
+    assert ". remedy: " in complaint
 
 
 def test_a_script_without_the_function(compiled):
     code, _, complaint = compiled("nothing")
     assert code == 2
-    assert "script.py defines no 'nothing'. Remedy: write script.py:name with" in complaint
+    assert "script.py defines no 'nothing'. remedy: write script.py:name with" in complaint
     assert complaint.count("\n") == 1

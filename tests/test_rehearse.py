@@ -159,11 +159,13 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
     ]
 
 
-NEVER_JOINED = (
-    "rehearse: each of the 2 processes ran the whole job by itself, because none of them"
-    " joined the others by jax.distributed.initialize(). Remedy: call jax.distributed.initialize(),"
-    " without arguments, before any other use of JAX.\n"
+RAN_ALONE = (
+    " ran alone: its call of jax.distributed.initialize() is missing, failed, or comes after"
+    " another use of JAX. Processes that have not joined the others run the whole job, and may"
+    " disturb each other, for example in a folder that all of them write to. Remedy: call"
+    " jax.distributed.initialize(), without arguments, before any other use of JAX."
 )
+NEVER_JOINED = f"rehearse: each host{RAN_ALONE}\n"
 
 
 @pytest.mark.parametrize(("hosts", "code", "complaint"), [(1, 0, ""), (2, 1, NEVER_JOINED)])
@@ -177,13 +179,7 @@ def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, code, complaint
 
 JOIN = "import jax; jax.distributed.initialize()"
 EXISTS = "FileExistsError: checkpoint/0"
-NOT_JOINED = (
-    "host 1 had not joined the other hosts: its call of jax.distributed.initialize() is missing,"
-    " failed, or comes after another use of JAX. Each process then runs the whole job by itself,"
-    " and the processes may disturb each other, for example in a folder that all of them write to."
-    " Remedy: call jax.distributed.initialize(), without arguments,"
-    " before any other use of JAX."
-)
+NOT_JOINED = f"host 1{RAN_ALONE}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`create_sharded_pipeline` on any mesh, and what `measure_throughput` promises of its figures.
+"""`create_sharded_pipeline` on any mesh, and what `profile` promises of its figures.
 
 Where a figure is asserted, the clock is one that the test moves on.
 """
@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard.measuring import measure_throughput
+from grain_shard import profile
 from grain_shard.placement import prefetch_to_device
+from grain_shard.spans import STAGES
 from grain_shard.training import create_sharded_pipeline
 from tests.conftest import data_mesh, ids, numbered, refused
 from tests.pipelines import flat
@@ -78,7 +79,7 @@ KINDS = {
 def assert_finite(throughput):
     names = "examples_per_second", "bytes_per_second", "wait_share", "wait_s", "step_s"
     figures = {name: getattr(throughput, name) for name in names}
-    for name, value in {**throughput.stages_s, **figures}.items():
+    for name, value in {**throughput.lanes_s, **figures}.items():
         assert math.isfinite(value), name
         assert value >= 0, name
     assert 0 <= throughput.wait_share <= 1
@@ -98,19 +99,19 @@ def clock(monkeypatch):
     return passes
 
 
-class TestMeasureThroughput:
+class TestFigures:
     @pytest.mark.parametrize(("kind", "stages"), KINDS.values(), ids=KINDS)
     @pytest.mark.parametrize("step", [None, lambda batch: batch["image"].sum()])
     def test_every_kind_of_dataset_with_and_without_a_step(self, kind, stages, step):
         ds = kind(numbered(80, 4))
-        throughput = measure_throughput(ds, num_batches=10, warmup=2, step=step)
+        throughput = profile(ds, step, 10, warmup=2)
         assert_finite(throughput)
         counts = (throughput.num_batches, throughput.num_batches_asked, throughput.warmup)
         assert counts == (10, 10, 2)
         assert throughput.examples_per_second > 0
         assert throughput.bytes_per_second > 0
         assert throughput.wait_s > 0
-        assert list(throughput.stages_s) == stages
+        assert [lane for lane in throughput.lanes_s if lane in STAGES] == stages
         assert (throughput.step_s > 0) == (step is not None)
         if step is None:
             assert throughput.wait_share == 1
@@ -120,7 +121,7 @@ class TestMeasureThroughput:
         ("num_records", "measured", "warmup"), [(4, 1, 0), (12, 1, 2), (20, 1, 4), (32, 3, 5)]
     )
     def test_defect_in_the_guide_few_batches_give_nan(self, kind, num_records, measured, warmup):
-        throughput = measure_throughput(KINDS[kind][0](numbered(num_records, 4)))
+        throughput = profile(KINDS[kind][0](numbered(num_records, 4)), warmup=5)
         assert_finite(throughput)
         assert (throughput.num_batches, throughput.warmup) == (measured, warmup)
         assert f"{measured} of 50, then the dataset ended (after {warmup}" in str(throughput)
@@ -128,49 +129,49 @@ class TestMeasureThroughput:
     @pytest.mark.parametrize("ds", [[], iter(()), grain.MapDataset.range(3)[3:].to_iter_dataset()])
     def test_an_empty_dataset_is_an_error(self, ds):
         with pytest.raises(ValueError, match="has no batch to measure"):
-            measure_throughput(ds)
+            profile(ds)
 
     def test_sizes_are_checked(self):
         with refused("num_batches=0"):
-            measure_throughput([], num_batches=0)
+            profile([], num_batches=0)
         with refused("warmup=-1"):
-            measure_throughput([], warmup=-1)
+            profile([], warmup=-1)
 
     @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
     @pytest.mark.parametrize(("mask_key", "examples"), [("valid_mask", 9), ("real", 9), (None, 12)])
     def test_padding_rows_are_bytes_and_with_a_mask_no_examples(self, mask_key, examples, clock):
         # 4 + 4 + 1 rows of 4 + 24 bytes, and one of the mask.
         ds = numbered(9, 4).shard_to(data_mesh(2), mask_key=mask_key)
-        throughput = measure_throughput(ds, warmup=0, step=lambda batch: clock(2, batch))
+        throughput = profile(ds, warmup=0, step=lambda batch: clock(2, batch))
         assert throughput.examples_per_second == examples / (3 * 2)
         assert throughput.bytes_per_second == 3 * 4 * (28 + (mask_key is not None)) / (3 * 2)
 
     def test_the_loop_is_waiting_or_in_the_step(self, clock):
         batches = (clock(3, np.ones((8, 2), np.int8)) for _ in range(100))
-        throughput = measure_throughput(batches, 4, 2, step=lambda batch: clock(1, batch))
+        throughput = profile(batches, lambda batch: clock(1, batch), 4, warmup=2)
         assert (throughput.wait_s, throughput.step_s, throughput.wait_share) == (3, 1, 0.75)
         assert throughput.examples_per_second == 8 / 4
         assert throughput.bytes_per_second == 16 / 4
 
     def test_reading_is_told_from_stacking_padding_and_placing(self, clock):
-        # No batch follows the measured ones, so at the end none is read that is not yet padded.
         ds = grain.MapDataset.range(4 * 12).map(lambda i: clock(1, {"id": np.int32(i)})).batch(4)
-        throughput = measure_throughput(ds.shard_to(data_mesh(2), num_threads=1), 10, 2)
-        assert list(throughput.stages_s) == ["read", "batch", "pad", "place"]
-        assert throughput.stages_s["read"] == 4  # its thread is the one that moves the clock
+        throughput = profile(ds.shard_to(data_mesh(2), num_threads=1), None, 12, warmup=0)
+        assert throughput.lanes_s["read"] == 4 * 12  # its thread is the one that moves the clock
+        assert not {"batch", "pad"} & set(throughput.lanes_s)
+        assert {s.stage for s in throughput.recorded_spans} >= {"read", "batch", "pad", "place"}
 
     def test_rows_of_a_donated_batch_are_all_counted(self):
         def step(batch):
             batch["valid_mask"].delete()
             return batch["id"]
 
-        assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
+        assert_finite(profile(numbered(9, 4).shard_to(data_mesh(2)), step=step))
 
     def test_an_error_in_the_step_leaves_no_thread(self, mesh):
         with pytest.raises(ZeroDivisionError):
-            measure_throughput(numbered(80, 8).shard_to(mesh), step=lambda batch: 1 / 0)
+            profile(numbered(80, 8).shard_to(mesh), step=lambda batch: 1 / 0)
 
     def test_an_iterator_is_left_to_its_owner(self, mesh):
         with iter(numbered(80, 8).shard_to(mesh)) as iterator:
-            measure_throughput(iterator, 3, 1)
+            profile(iterator, None, 3, warmup=1)
             assert ids([next(iterator)]) == [list(range(32, 40))]

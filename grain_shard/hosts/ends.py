@@ -184,8 +184,7 @@ class AgreedEnd(Producer[T]):
         on_devices: This host's batches, on the devices.
         read: This host's batches in host memory, from which `on_devices` is made.
         rounds: The rounds in which the hosts vote.
-        remainder: The treatment of a host whose stream has ended: "pad", "drop" or "error"; see
-            `decide`.
+        remainder: The treatment of a host whose stream has ended; see `decide`.
         same_rows: True if every host produces the same batches, so that all have to end at once.
         padding: Returns a batch of padding on the devices, given the number of batches of padding
             before it.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -107,21 +105,13 @@ def _nobody_reads() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns the problem, the facts and the remedy of an error as one line.
+    """Returns the lines of an error as one line.
 
-    It reads like this: ``7 rows do not split (leaf: f32[7]). Remedy: use 8 rows.``
+    It reads like this: ``7 rows do not split. leaf: f32[7] mesh: data=2. remedy: use 8 rows.``
     """
-    text = str(error).strip() or type(error).__name__
-    before, *remedies = re.split(r"\s*\n\s*remedy: +", text)
-    problem, *facts = (line.strip() for line in before.splitlines() if line.strip())
-    if facts:
-        # A line may hold several facts "name: value", with three or more spaces between them.
-        joined = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
-        problem = f"{problem.rstrip('.')} ({'; '.join(joined).rstrip('.')})."
-    if not remedies:
-        return problem
-    end = "" if problem.endswith(("?", "!")) else "."
-    return f"{problem.rstrip('.')}{end} Remedy: {' '.join(' '.join(remedies).split())}"
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    sentences = [" ".join(line.split()).rstrip(".") for line in lines if line.strip()]
+    return f"{'. '.join(sentences)}."
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
@@ -148,7 +138,6 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 def command() -> NoReturn:
     """Runs `main` for ``python -m grain_shard`` or ``grain-shard``, and ends the process."""
-    sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:
         # After a Ctrl-C, XLA's threads may still compile. An ordinary exit would destroy objects
@@ -159,16 +148,3 @@ def command() -> NoReturn:
     # The output is complete. From here on a Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
-
-
-def _interrupt_again(lost: Any) -> None:
-    """Repeats a Ctrl-C that Python dropped, for use as `sys.unraisablehook`.
-
-    Python drops exceptions that are raised in some callbacks. JAX has such a callback at every
-    garbage collection. If a Ctrl-C was dropped there, the signal is sent again after 10 ms.
-    """
-    if lost.exc_type is KeyboardInterrupt:
-        main_thread = threading.main_thread().ident or 0
-        threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
-    else:
-        sys.__unraisablehook__(lost)

@@ -49,7 +49,7 @@ class SourceRecords:
 
 
 def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | None]:
-    """Compares the records that two pipelines read in three epochs, and names those of both.
+    """Compares the records that two pipelines read in three epochs, and names common records.
 
     Records of the same source are compared by their index. Records of two sources are compared by
     their files and positions if both sources have a method ``where``, and otherwise by their
@@ -61,8 +61,8 @@ def apart(ds: Any, other: Any, until: float) -> tuple[int, int, ShardingError | 
         until: Time by `time.monotonic` after which no further record is looked at.
 
     Returns:
-        The number of records of each pipeline that were compared; and the error that names records
-        of both, or None.
+        The number of records of each pipeline that were compared; and the error that names common
+        records, or None.
 
     Raises:
         Unknown: The pipelines cannot be compared, or the time ran out.
@@ -92,8 +92,8 @@ def records_read(ds: Any, until: float) -> list[SourceRecords]:
     """
     found: dict[int, SourceRecords] = {}
     for records in _by_index(ds):
-        # The length of an endless pipeline is not that of an epoch. So the lengths of its sources
-        # also limit the number of records that are followed.
+        # The length of an endless pipeline is not the length of an epoch. So the lengths of its
+        # sources also limit the number of records that are followed.
         records_left = _EPOCHS * sum(len(source) for source in nodes.sources(records))
         start, stop = 0, _EPOCHS * len(records)
         while start < stop and records_left > 0:
@@ -202,11 +202,8 @@ def _shared(a: SourceRecords, b: SourceRecords, until: float) -> list[str]:
 
 
 def _locations(records: SourceRecords) -> set[str]:
-    names = set[str]()
-    for i in records.indices:
-        path, position = records.source.where(i)
-        names.add(f"record {position} of {os.path.realpath(path)}")
-    return names
+    places = map(records.source.where, records.indices)
+    return {f"record {position} of {os.path.realpath(path)}" for path, position in places}
 
 
 def _contents(records: SourceRecords, index: int, until: float) -> tuple[str, str]:

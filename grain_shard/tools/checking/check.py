@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from grain_shard.errors import ShardingError, describe_error, describe_mesh, require_int
-from grain_shard.hosts.state_files import FEEDS, RANDOM_ACCESS, STREAM
-from grain_shard.iteration.random_access import ENDLESS
+from grain_shard.hosts.state_files import FEEDS, STREAM
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.threads.pickling import pickled
@@ -35,7 +33,7 @@ from grain_shard.tools.checking.records import (
     WrongRecord,
     levels,
 )
-from grain_shard.tools.checking.result import FAILED, OK, Checked, Line
+from grain_shard.tools.checking.result import Checked, Line
 from grain_shard.tools.checking.variants import (
     of_host,
     on_mesh,
@@ -51,8 +49,7 @@ _HOSTS = 2, 4
 _RECORDS_SHARE, _RECORDS_S = 1 / 12, 4.0
 # With fewer seconds left no worker process is started, because its imports take some seconds.
 _PROCESS_S = 10.0
-# The most bytes of the state of a random-access pipeline, and of a pipeline to send to a worker.
-_STATE_BYTES, _PICKLED_BYTES = 200, 2**30
+_PICKLED_BYTES = 2**30  # the most bytes of a pipeline to send to a worker process
 
 # The remedies.
 _NOT_RANDOM = (
@@ -99,8 +96,8 @@ def check(ds: Any, batches: int = 20, *, seconds: float = 60.0, apart_from: Any 
     * after a restore in the middle, of a state that was text in between
     * on meshes of other sizes, and as 2 and 4 hosts
 
-    The check also proves that all records have one shape and dtype, and that a state of random
-    access has less than 200 bytes. A proof that does not apply to the pipeline says why.
+    The check also proves that all records have one shape and dtype. A proof that does not apply to
+    the pipeline says why.
 
     The check reads in one process, which starts a worker process. So a script has to call it under
     ``if __name__ == "__main__":``.
@@ -161,39 +158,12 @@ def run_checks(ds: Any, batches: int, seconds: float, apart_from: Any) -> Checke
             remedy="check the pipeline in a job of one process, with a mesh of its devices. Run"
             " python -m grain_shard rehearse for several hosts.",
         )
-    # A line is made when it is drawn. So no proof is made if the pipelines share a record.
-    lines = _Check(pipeline, batches, seconds).lines()
-    if apart_from is not None:
-        line = _apart(pipeline, apart_from, time.monotonic() + seconds)
-        lines = [line] if line.error is not None else itertools.chain([line], lines)
+    lines: list[Line] = []
+    for line in _Check(pipeline, batches, seconds).lines(apart_from):
+        lines.append(line)
+        if line.error is not None:  # later proofs most likely fail for the same reason
+            break
     return Checked(tuple(lines))
-
-
-def _apart(ds: ShardedDataset, other: Any, until: float) -> Line:
-    try:
-        here, there, error = apart(ds, other, until)
-    except Unknown as why:
-        return Line("apart", "", f"not checked: {why}")
-    compared = f"{here:,} and {there:,} records"
-    return Line("apart", compared, OK if error is None else FAILED, error)
-
-
-class _NotMade(Exception):
-    """A proof does not apply to the pipeline, or was not made. The text says why."""
-
-
-class _Proof(NamedTuple):
-    """A way to read the batches, and to prove that they are the same as for one thread alone.
-
-    Attributes:
-        name: The way to read.
-        remedy: The change to make if a batch differs.
-        read: A function that reads the batches and gives them to a `Comparison`.
-    """
-
-    name: str
-    remedy: str
-    read: Callable[[Comparison], object]
 
 
 class _Check:
@@ -201,79 +171,107 @@ class _Check:
 
     def __init__(self, ds: ShardedDataset, batches: int, seconds: float):
         self._ds, self._seconds = ds, seconds
-        self._start = time.monotonic()
+        self._until = time.monotonic() + seconds
         # All proofs together take about as long as ten such readings.
-        self._reference = Reference(read_alone(ds), batches, self._start + seconds / 10)
+        self._reference = Reference(read_alone(ds), batches, time.monotonic() + seconds / 10)
         self._levels = levels(ds)
 
-    def lines(self) -> Iterator[Line]:
-        """Makes one proof after the other until one fails, and yields the line of each."""
-        yield self._shapes()
-        of_records = self._of_records()
-        yield of_records
-        if of_records.error is not None:
-            return
-        proofs = list(self._proofs())
-        for proof in proofs:
-            # The last proof starts a process, so it gets the rest of the time. Any other proof
-            # gets at most half of the rest.
-            left_s = self._start + self._seconds - time.monotonic()
-            line = self._line(proof, left_s if proof is proofs[-1] else left_s / 2)
-            yield line
-            if line.error is not None:  # later proofs most likely fail for the same reason
-                return
-        yield self._state()
-        yield self._steps()
-
-    def _proofs(self) -> Iterator[_Proof]:
-        """Yields all ways to read the batches. Nothing is read before `_line` calls `read`."""
+    def lines(self, apart_from: Any) -> Iterator[Line]:
+        """Makes one proof after the other, and yields the line of each."""
         ds, reference = self._ds, self._reference
-
-        def twice(comparison: Comparison) -> None:
-            comparison.read(read_alone(ds), reference.ranges)
-
-        def in_this_thread(comparison: Comparison) -> None:
-            if ds.host.kind == FEEDS:
-                raise _NotMade("does not apply: each feed is read by its own threads")
-            comparison.add(0, leaves_of(ds.host.first()))  # `first` reads in the calling thread
-
-        def as_it_is(comparison: Comparison) -> None:
-            comparison.read(with_options(ds), reference.ranges)
-
-        def many_threads(comparison: Comparison) -> None:
-            self._require_threads()
-            comparison.read(with_options(ds, num_threads=THREADS), reference.ranges)
-
-        def in_worker(comparison: Comparison) -> None:
-            self._require_pickled(comparison.until - time.monotonic())
-            options = {"num_workers": 1, "executor": None}
-            comparison.read(with_options(ds, **options), reference.ranges)
-
-        def restored(comparison: Comparison) -> None:
-            ranges = reference.restores()  # ranges that begin with a state to restore
-            if not ranges:
-                raise _NotMade("does not apply: an iterator of the stream has no state")
-            comparison.read(read_alone(ds), ranges)
-
-        yield _Proof("read twice, by one thread", _NOT_RANDOM, twice)
-        yield _Proof("the first batch, in this thread", _IN_ANY_THREAD, in_this_thread)
-        remedy = _OF_RACES if self._has_threads else _OF_WORLDS
-        yield _Proof(self._own_way(), remedy, as_it_is)
-        yield _Proof(f"{THREADS} threads", _OF_RACES, many_threads)
-        yield _Proof("a restore, through JSON", _RESTORES, restored)
+        if apart_from is not None:
+            yield self._apart(apart_from)
+        yield self._shapes()
+        yield self._of_records()
+        yield self._proof(
+            "read twice, by one thread",
+            _NOT_RANDOM,
+            lambda comparison: comparison.read(read_alone(ds)),
+        )
+        own_threads = "does not apply: each feed is read by its own threads"
+        yield self._proof(
+            "the first batch, in this thread",
+            _IN_ANY_THREAD,
+            lambda comparison: comparison.add(0, leaves_of(ds.host.first())),  # read by this thread
+            why_not=own_threads if ds.host.kind == FEEDS else "",
+        )
+        has_threads = any(level.by_several for level in self._levels)
+        remedy = _OF_RACES if has_threads else _OF_WORLDS
+        yield self._proof(self._own_way(), remedy, lambda comparison: comparison.read(ds))
+        yield self._proof(
+            f"{THREADS} threads",
+            _OF_RACES,
+            lambda comparison: comparison.read(with_options(ds, num_threads=THREADS)),
+            why_not="" if has_threads else "does not apply: one thread at a time reads the records",
+        )
+        halves = reference.restores()
+        yield self._proof(
+            "a restore, through JSON",
+            _RESTORES,
+            lambda comparison: comparison.read(read_alone(ds), halves),
+            why_not="" if halves else "does not apply: an iterator of the stream has no state",
+        )
         meshes = other_meshes(ds, reference.batch_rows)
-        for shardings in meshes:
-            # The default keeps the shardings of this turn of the loop.
-            def on_other_mesh(comparison: Comparison, shardings: Any = shardings) -> None:
-                comparison.read(on_mesh(ds, shardings), reference.ranges)
-
-            name = f"mesh {describe_mesh(shardings.mesh_axes)}"
-            yield _Proof(name, _ON_ITS_OWN, on_other_mesh)
+        for mesh in meshes:
+            yield self._proof(
+                f"mesh {describe_mesh(mesh.mesh_axes)}",
+                _ON_ITS_OWN,
+                lambda comparison, mesh=mesh: comparison.read(on_mesh(ds, mesh)),
+            )
         if not meshes:
-            yield _Proof("another mesh", "", self._no_mesh)  # its line says why there is none
+            count = jax.local_device_count()
+            why_not = f"not checked: no other number of this host's devices ({count}) fits a batch"
+            yield Line("another mesh", why_not=why_not)
         for hosts in _HOSTS:
-            yield _Proof(f"{hosts} hosts", _ON_ITS_OWN, self._as_hosts(hosts))
-        yield _Proof("a worker process", _OF_WORLDS, in_worker)
+            yield self._proof(
+                f"{hosts} hosts",
+                _ON_ITS_OWN,
+                lambda comparison, hosts=hosts: self._read_as_hosts(comparison, hosts),
+                why_not=self._why_no_hosts(hosts),
+            )
+        yield self._proof(
+            "a worker process",
+            _OF_WORLDS,
+            lambda comparison: comparison.read(with_options(ds, num_workers=1, executor=None)),
+            why_not=self._why_no_worker(),
+            share=1,
+        )
+
+    def _proof(
+        self,
+        name: str,
+        remedy: str,
+        read: Callable[[Comparison], object],
+        *,
+        why_not: str = "",
+        share: float = 0.5,
+    ) -> Line:
+        """Proves that the batches, read in another way, are the same as for one thread alone.
+
+        Args:
+            name: The way to read.
+            remedy: The change to make if a batch differs.
+            read: A function that reads the batches and gives them to a `Comparison`.
+            why_not: The reason why this way is left out; "" if it is not.
+            share: The part of the seconds left that the proof may take.
+        """
+        try:
+            self._ds.host.require_new_pass()
+        except ShardingError as error:
+            why_not = f"does not apply: {error.problem}"
+        if (left_s := self._until - time.monotonic()) < 0:
+            why_not = f"not checked: the {self._seconds:g} s ran out"
+        if why_not:
+            return Line(name, why_not=why_not)
+        comparison = Comparison(self._reference, time.monotonic() + share * left_s)
+        error = None
+        try:
+            read(comparison)
+            if comparison.found is not None:
+                error = self._error_of_batch(name, remedy, comparison.step, comparison.found)
+        except Exception as raised:
+            error = self._error_raised(name, remedy, raised)
+        return Line(name, str(comparison), error=error)
 
     def _own_way(self) -> str:
         """Returns a name for the way in which the pipeline itself reads."""
@@ -287,72 +285,73 @@ class _Check:
         count = settings.num_threads
         return "the pipeline's threads" + ("" if count is None else f" ({count})")
 
-    def _line(self, proof: _Proof, left_s: float) -> Line:
-        """Makes a proof within `left_s` seconds."""
-        if left_s < 0:
-            return Line(proof.name, "", f"not checked: the {self._seconds:g} s ran out")
-        comparison = Comparison(self._reference, time.monotonic() + left_s)
-        try:
-            self._require_another_pass()  # raises _NotMade if the data can be read only once
-            proof.read(comparison)
-        except _NotMade as why:
-            return Line(proof.name, "", str(why))
-        except Exception as error:
-            return Line(proof.name, str(comparison), FAILED, self._error_raised(proof, error))
-        if comparison.found is not None and comparison.step is not None:  # both, or neither
-            error = self._error_of_batch(proof, comparison.step, comparison.found)
-            return Line(proof.name, str(comparison), FAILED, error)
-        return Line(proof.name, str(comparison))
-
-    def _error_raised(self, proof: _Proof, error: Exception) -> ShardingError:
+    def _error_raised(self, name: str, remedy: str, error: Exception) -> ShardingError:
         """Returns the error for a proof that got an error in place of a batch."""
-        problem = f"{describe_error(error)} One thread that read alone got no error."
-        remedy = f"fix this error. If it gives no reason, {proof.remedy}"
-        path = leaf = None
         if isinstance(error, ShardingError):  # it names the leaf, and has a remedy of its own
-            problem, remedy, path, leaf = error.problem, error.remedy, error.path, error.leaf
-        raised = ShardingError(
-            f"{proof.name}: {problem}",
-            path=path,
-            leaf=leaf,
-            mesh_axes=self._ds.shardings.mesh_axes,
-            remedy=remedy,
-        )
+            error.problem = f"{name}: {error.problem}"
+            return error.with_mesh(self._ds.shardings.mesh_axes)
+        problem = f"{name}: {describe_error(error)} One thread that read alone got no error."
+        raised = self._error(problem, f"fix this error. If it gives no reason, {remedy}")
         raised.__cause__ = error
         return raised
 
-    def _error_of_batch(self, proof: _Proof, step: int, found: Difference) -> ShardingError:
-        remedy = proof.remedy
+    def _error_of_batch(
+        self, name: str, remedy: str, step: int, found: Difference
+    ) -> ShardingError:
+        row = self._reference.name(step, found.row)
+        problem = f"{name}: {row} was {found.got}. One thread that read alone got {found.alone}."
         if remedy is not _NOT_RANDOM and self._is_random():
             remedy = _NOT_RANDOM
-        name = self._reference.name(step, found.row)
-        return ShardingError(
-            f"{proof.name}: {name} was {found.got}. One thread that read alone got {found.alone}.",
-            path=found.path,
-            leaf=found.leaf or None,
-            mesh_axes=self._ds.shardings.mesh_axes,
-            remedy=remedy,
-        )
+        return self._error(problem, remedy, found)
+
+    def _error(self, problem: str, remedy: str, found: Difference | None = None) -> ShardingError:
+        path, leaf = (None, None) if found is None else (found.path, found.leaf)
+        mesh_axes = self._ds.shardings.mesh_axes
+        return ShardingError(problem, remedy=remedy, path=path, leaf=leaf, mesh_axes=mesh_axes)
 
     def _is_random(self) -> bool:
         """Returns True if one thread that reads alone gets other batches than before."""
         again = Comparison(self._reference, time.monotonic() + self._seconds / 10)
         try:
-            again.read(read_alone(self._ds), self._reference.ranges)
+            again.read(read_alone(self._ds))
         except Exception:  # one thread alone has read these batches before without an error
             return True
         return again.found is not None
 
-    def _require_another_pass(self) -> None:
-        try:
-            self._ds.host.require_new_pass()
-        except ShardingError as error:
-            raise _NotMade(f"does not apply: {error.problem}") from None
+    def _why_no_hosts(self, hosts: int) -> str:
+        """Returns why the rows of `hosts` hosts are not read; "" if they are."""
+        if self._ds.settings.rows == "local":
+            return "does not apply: each host reads its own slice"
+        rows = self._reference.batch_rows
+        return f"not checked: {rows} rows do not split into {hosts} parts" if rows % hosts else ""
 
-    @property
-    def _has_threads(self) -> bool:
-        """True if several threads of this process read the records."""
-        return any(level.by_several for level in self._levels)
+    def _why_no_worker(self) -> str:
+        """Returns why no worker process is started; "" if one is."""
+        if self._ds.settings.num_workers:
+            return "does not apply: the pipeline reads in worker processes"
+        if self._ds.host.kind == STREAM:
+            return "does not apply: a stream has no num_workers"
+        if self._until - time.monotonic() < _PROCESS_S:
+            return f"not checked: fewer than {_PROCESS_S:g} s were left to start it"
+        try:
+            pickled(self._ds.parents[0], _PICKLED_BYTES)
+        except ShardingError as error:
+            return f"not checked: {error.problem}"
+        return ""
+
+    def _read_as_hosts(self, comparison: Comparison, hosts: int) -> None:
+        """Reads the rows of each of `hosts` hosts, one host after the other."""
+        for host in range(hosts):
+            layout = BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
+            if not comparison.read_host(of_host(read_alone(self._ds), layout).host, layout):
+                break
+
+    def _apart(self, other: Any) -> Line:
+        try:
+            here, there, error = apart(self._ds, other, self._until)
+        except Unknown as why:
+            return Line("apart", why_not=f"not checked: {why}")
+        return Line("apart", f"{here:,} and {there:,} records", error=error)
 
     def _of_records(self) -> Line:
         name, count = "each source and function", 0
@@ -363,9 +362,9 @@ class _Check:
             count += records.count
             if wrong is not None:
                 error = self._error_of_record(level, wrong)
-                return Line(name, f"{count:,} records", FAILED, error)
+                return Line(name, f"{count:,} records", error=error)
         if not count:
-            return Line(name, "", "does not apply: no record can be read by its index")
+            return Line(name, why_not="does not apply: no record can be read by its index")
         return Line(name, f"{len(self._levels)} of them, {count:,} records")
 
     def _error_of_record(self, level: Level, wrong: WrongRecord) -> ShardingError:
@@ -389,51 +388,7 @@ class _Check:
                 _OF_RACES,
             ),
         }
-        problem, remedy = problems_and_remedies[wrong.kind]
-        return ShardingError(
-            problem,
-            path=found.path,
-            leaf=found.leaf or None,
-            mesh_axes=self._ds.shardings.mesh_axes,
-            remedy=remedy,
-        )
-
-    def _require_threads(self) -> None:
-        if not self._has_threads:
-            raise _NotMade("does not apply: one thread at a time reads the records")
-
-    def _require_pickled(self, left_s: float) -> None:
-        if self._ds.settings.num_workers:
-            raise _NotMade("does not apply: the pipeline reads in worker processes")
-        if self._ds.host.kind == STREAM:
-            raise _NotMade("does not apply: a stream has no num_workers")
-        if left_s < _PROCESS_S:
-            raise _NotMade(f"not checked: fewer than {_PROCESS_S:g} s were left to start it")
-        try:
-            pickled(self._ds.parents[0], _PICKLED_BYTES)
-        except ShardingError as error:
-            raise _NotMade(f"not checked: {error.problem}") from None
-
-    def _no_mesh(self, comparison: Comparison) -> None:
-        devices = jax.local_device_count()
-        has = f"this host has {devices} {'device' if devices == 1 else 'devices'}"
-        raise _NotMade(f"not checked: {has}, and a batch fits on no mesh of another size")
-
-    def _as_hosts(self, hosts: int) -> Callable[[Comparison], None]:
-        """Returns a function that reads the rows of each of `hosts` hosts, one host at a time."""
-        ds = self._ds
-
-        def read(comparison: Comparison) -> None:
-            if ds.settings.rows == "local":
-                raise _NotMade("does not apply: each host reads its own slice")
-            if (rows := self._reference.batch_rows) % hosts:
-                raise _NotMade(f"not checked: {rows} rows do not split into {hosts} parts")
-            for host in range(hosts):
-                layout = BatchLayout(hosts, (host,), (("data", hosts),), hosts, hosts)
-                if not comparison.read_host(of_host(read_alone(ds), layout).host, layout):
-                    break
-
-        return read
+        return self._error(*problems_and_remedies[wrong.kind], found)
 
     def _shapes(self) -> Line:
         # Nothing is compared here: reading these batches would have refused another shape or dtype.
@@ -443,32 +398,3 @@ class _Check:
         steps = ", ".join(f"{some.steps.start:,}:{some.steps.stop:,}" for some in reference.ranges)
         compared = f"{count:,}{cut} batches ({steps}), {rows:,} rows"
         return Line("shapes and dtypes of the records", compared)
-
-    def _state(self) -> Line:
-        states = [*self._reference.states.values(), self._reference.last_state]
-        sizes = [len(state) for state in states if state is not None]
-        if not sizes:
-            return Line("the state", "", "does not apply: an iterator of the stream has no state")
-        name, compared = "the state", f"{len(sizes):,} states, {max(sizes):,} bytes"
-        if self._ds.host.kind != RANDOM_ACCESS or max(sizes) < _STATE_BYTES:
-            return Line(name, compared)
-        error = ShardingError(
-            f"the state has {max(sizes):,} bytes, and {_STATE_BYTES} are allowed: {states[-1]}.",
-            remedy="give the source a shorter name in its __repr__.",
-        )
-        return Line(name, compared, FAILED, error)
-
-    def _steps(self) -> Line:
-        batches, name = self._ds.num_batches(), "the number of steps"
-        if batches is None:
-            return Line(name, "", "does not apply: unknown until the stream ends")
-        if batches > ENDLESS:
-            return Line(name, "", "does not apply: the dataset repeats without an end")
-        compared = f"{batches:,} steps in a pass"
-        if not self._reference.ends_late:
-            return Line(name, compared)
-        error = ShardingError(
-            f"a batch came after the last of {batches:,} batches.",
-            remedy="give the source a __len__ that is its number of records.",
-        )
-        return Line(name, compared, FAILED, error)

@@ -6,12 +6,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import grain
 
-from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.tools.arguments import UsageError, positive_integer, positive_seconds
 from grain_shard.tools.checking.check import run_checks
 from grain_shard.tools.showing.tables import to_screen
@@ -38,10 +35,10 @@ def main(args: argparse.Namespace) -> int:
     """Checks a pipeline, prints the table, and returns the exit code 0.
 
     Raises:
-        UsageError: There is no such module or function, or it is not a dataset after `shard_to`.
-        ShardingError: A proof failed.
+        UsageError: There is no such module or function, or it is not a dataset.
+        ShardingError: A proof failed, or the dataset is not one that `shard_to` returned.
     """
-    held_out = _load(args.apart_from, _is_dataset) if args.apart_from else None
+    held_out = _load(args.apart_from) if args.apart_from else None
     checked = run_checks(_load(args.pipeline), args.batches, args.seconds, held_out)
     to_screen(checked)
     if checked.error is not None:
@@ -49,25 +46,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_sharded(made: Any) -> bool:
-    return sharded(made) is not None
-
-
-def _is_dataset(made: Any) -> bool:
-    return isinstance(made, grain.MapDataset | grain.IterDataset)
-
-
-def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
+def _load(text: str) -> grain.MapDataset | grain.IterDataset:
     """Returns the dataset that a text such as ``train:pipeline`` names.
 
     The text may also name a function, which is called and returns the dataset.
 
-    Args:
-        text: The module, a colon, and the name in the module.
-        fits: Returns True for a dataset that is allowed.
-
     Raises:
-        UsageError: There is no such module or name, or it is not such a dataset.
+        UsageError: There is no such module or name, or it is not a dataset.
     """
     module, _, name = text.partition(":")
     if not module or not name:
@@ -86,8 +71,7 @@ def _load(text: str, fits: Callable[[Any], bool] = _is_sharded) -> Any:
     if not hasattr(found, name):
         raise UsageError(f"the module {module!r} has no {name!r}.")
     made = getattr(found, name)
-    if not fits(made) and callable(made):
-        made = made()
-    if not fits(made):
-        raise UsageError(f"{text} is a {type(made).__name__}, not a dataset after .shard_to(mesh).")
+    made = made() if callable(made) else made
+    if not isinstance(made, grain.MapDataset | grain.IterDataset):
+        raise UsageError(f"{text} is a {type(made).__name__}, not a dataset.")
     return made

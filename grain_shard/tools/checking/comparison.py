@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,14 +88,14 @@ def difference(got: Leaves, alone: Leaves, rows: np.ndarray | None = None) -> Di
             b = b[rows]
         if same_values(a, b):
             continue
-        is_comparable = a.shape == b.shape and (a.dtype == b.dtype or (is_text(a) and is_text(b)))
-        if not is_comparable:
-            return Difference(path, None, describe_leaf(a), describe_leaf(b), describe_leaf(b))
+        leaf = describe_leaf(b)
+        if a.shape != b.shape or (a.dtype != b.dtype and not (is_text(a) and is_text(b))):
+            return Difference(path, None, describe_leaf(a), leaf, leaf)
         if not a.ndim:
-            return Difference(path, None, *shown_apart(a, b), describe_leaf(b))
+            return Difference(path, None, *shown_apart(a, b), leaf)
         row = next(i for i in range(len(a)) if not same_values(a[i : i + 1], b[i : i + 1]))
         batch_row = row if rows is None else int(rows[row])
-        return Difference(path, batch_row, *shown_apart(a[row], b[row]), describe_leaf(b))
+        return Difference(path, batch_row, *shown_apart(a[row], b[row]), leaf)
     return None
 
 
@@ -121,13 +122,6 @@ class BatchRange(NamedTuple):
     steps: range
     state: str | None = None
 
-    def go(self, batches: ShardedIterator) -> None:
-        """Sets an iterator to the first of these batches."""
-        if self.state is not None:
-            batches.set_state(json.loads(self.state))
-        elif self.steps.start:
-            batches.seek(self.steps.start)
-
 
 class Reference:
     """Batches of a pipeline that one thread has read alone, and the states before them.
@@ -142,69 +136,42 @@ class Reference:
         states: The state before each batch, as JSON; None if the pipeline has no state.
         ranges: The batches that were read: the first ones, the last ones, and some in the middle.
         wanted: Number of batches that were to be read.
-        last_state: The state after the last batch that was read, as JSON; None without a state.
-        ends_late: True if there was one more batch after the last one by `len`.
 
     Raises:
-        ShardingError: The pipeline has no batch, or ends before its last batch.
+        ShardingError: The pipeline has no batch.
     """
 
     def __init__(self, alone: ShardedDataset, most: int, until: float):
         self.batches: dict[int, Leaves] = {}
         self.states: dict[int, str | None] = {}
-        self.ends_late: bool = False
-        self.ranges: list[BatchRange] = []
-        num_batches = alone.num_batches()
         with iter(alone) as batches:
-            first = self._take(batches, 0)
-            if first is None:
+            if not self._read(batches, range(1), math.inf):
                 raise ShardingError(
                     "the pipeline has no batch to check.",
                     remedy="check that the source has records, and that a .filter keeps some.",
                 )
-            size = sum(array.nbytes for array in first.values()) or 1  # bytes of a batch
-            windows = _windows(num_batches, min(most, max(_LEAST, _BYTES // size)))
-            self.wanted = sum(map(len, windows))
-            for window in windows:
-                steps = range(window.start, self._read(batches, window, num_batches, until))
-                if steps:  # empty if the time ran out before the first batch of the window
-                    self.ranges.append(BatchRange(steps))
-            # Some fields of a state come only with batches, so the last state has all fields.
-            self.last_state: str | None = _state(batches)
+            size = sum(array.nbytes for array in self.batches[0].values()) or 1
+            windows = _windows(alone.num_batches(), min(most, max(_LEAST, _BYTES // size)))
+            self.wanted: int = sum(map(len, windows))
+            read = [BatchRange(self._read(batches, window, until)) for window in windows]
+        # A range is empty if the time ran out before its first batch.
+        self.ranges: list[BatchRange] = [some for some in read if some.steps]
 
-    def _read(
-        self, batches: ShardedIterator, window: range, num_batches: int | None, until: float
-    ) -> int:
-        """Reads the batches of a window. Returns the number of the first one that was not read."""
+    def _read(self, batches: ShardedIterator, window: range, until: float) -> range:
+        """Reads the batches of a window. Returns the numbers of the batches that were read."""
         for step in window:
-            if step == 0:  # `__init__` has read it, to learn the size of a batch
+            if step in self.batches:  # the first batch, which was read to learn its size
                 continue
             if time.monotonic() > until:
-                return step
-            if step == window.start:
+                return range(window.start, step)
+            if step and step == window.start:
                 batches.seek(step)
-            if self._take(batches, step) is None:
-                self._end(step, num_batches)
-                return step
-            if step + 1 == num_batches:  # no batch may follow
-                self.ends_late = next(batches, None) is not None
-        return window.stop
-
-    def _take(self, batches: ShardedIterator, step: int) -> Leaves | None:
-        state, batch = _state(batches), next(batches, None)
-        if batch is None:
-            return None
-        self.batches[step], self.states[step] = leaves_of(batch), state
-        return self.batches[step]
-
-    def _end(self, step: int, num_batches: int | None) -> None:
-        """Notes the end of a stream at batch `step`. For any other pipeline it comes too early."""
-        if num_batches is not None:
-            raise ShardingError(
-                f"the batches end after {step:,}, and len(ds) is {num_batches:,}.",
-                remedy="give the source a __len__ that is its number of records.",
-            )
-        self.wanted = step
+            state, batch = _state(batches), next(batches, None)
+            if batch is None:  # the end of a stream, which has fewer batches
+                self.wanted = step
+                return range(window.start, step)
+            self.batches[step], self.states[step] = leaves_of(batch), state
+        return window
 
     @property
     def batch_rows(self) -> int:
@@ -252,15 +219,15 @@ def _windows(num_batches: int | None, most: int) -> list[range]:
 
 
 class Comparison:
-    """Compares batches with those that one thread read alone, until one differs or time runs out.
+    """Compares batches with the reference, until one differs or time runs out.
 
     Args:
         reference: The batches that one thread read alone.
         until: Time of `time.monotonic` after which no further batch is read.
 
     Attributes:
-        step: The number of the batch that differs; None if none differs.
-        found: The difference.
+        step: The number of the last batch that was compared.
+        found: The difference of this batch, which ends the comparison; None if there is none.
         batches: Number of batches that were compared.
         rows: Number of rows that were compared.
         wanted: Number of batches to compare.
@@ -268,7 +235,7 @@ class Comparison:
 
     def __init__(self, reference: Reference, until: float):
         self.reference, self.until = reference, until
-        self.step: int | None = None
+        self.step = 0
         self.found: Difference | None = None
         self.batches = self.rows = self.wanted = 0
 
@@ -287,16 +254,20 @@ class Comparison:
             self.found = difference(leaves, alone, rows)
             self.rows += rows_in(leaves)
         self.batches += 1
-        self.step = None if self.found is None else step
+        self.step = step
         return self.found is None and time.monotonic() < self.until
 
-    def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange]) -> None:
-        """Reads ranges of batches, and compares them."""
-        self.wanted = sum(len(some.steps) for some in ranges)
+    def read(self, ds: ShardedDataset, ranges: Sequence[BatchRange] | None = None) -> None:
+        """Reads ranges of batches, by default the ranges of the reference, and compares them."""
+        ranges = self.reference.ranges if ranges is None else ranges
+        self.wanted = sum(len(steps) for steps, _ in ranges)
         with iter(ds) as batches:
-            for some in ranges:
-                some.go(batches)
-                for step in some.steps:
+            for steps, state in ranges:
+                if state is not None:
+                    batches.set_state(json.loads(state))
+                elif steps.start:
+                    batches.seek(steps.start)
+                for step in steps:
                     batch: Any = next(batches, None)
                     leaves = None if batch is None else leaves_of(batch)
                     del batch  # or the devices would hold one batch more than the user allows
@@ -325,8 +296,8 @@ class Comparison:
                     if item is None and host.ends_by_vote:
                         break  # this host has no rows left, and in a job would only add padding
                     num_rows = rows_in(self.reference.batches[step])
-                    # The shards of a short last batch are those of a full one, whose last rows it
-                    # lacks. With several batch sizes each batch has shards of its own size.
+                    # A short last batch has the shards of a full batch, whose last rows it lacks.
+                    # With several batch sizes each batch has shards of its own size.
                     rows = layout.rows(num_rows if sizes_vary else full_rows)
                     leaves = None if item is None else leaves_of(item[0])
                     if not self.add(step, leaves, rows[rows < num_rows]):
@@ -337,7 +308,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if not self.batches:
-            return f"{self.rows:,} records" if self.rows else ""
+            return ""
         cut = f" of {self.wanted:,}" if self.batches < self.wanted else ""
         noun = "batch" if self.batches == 1 and not cut else "batches"
         return f"{self.batches:,}{cut} {noun}, {self.rows:,} rows"

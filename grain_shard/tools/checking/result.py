@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grain_shard.errors import ShardingError
-from grain_shard.tools.showing.tables import FittingTable, InNotebooks, to_text
-
-OK, FAILED = "ok", "failed"
+from grain_shard.tools.showing.tables import FittingTable, InNotebooks
 
 
 @dataclass(frozen=True)
@@ -18,15 +16,21 @@ class Line:
 
     Attributes:
         name: The way in which batches were read, or the proof.
-        compared: What was compared, such as "3 batches, 24 rows"; "" if nothing was.
-        found: "ok", "failed", or the reason why the proof does not apply or was not made.
+        compared: The number of compared batches or records, such as "3 batches, 24 rows"; "" if
+            nothing was compared.
+        why_not: The reason why the proof does not apply or was not made; "" if it was made.
         error: The first difference, with its remedy; None if none was found.
     """
 
     name: str
-    compared: str
-    found: str = OK
+    compared: str = ""
+    why_not: str = ""
     error: ShardingError | None = None
+
+    @property
+    def found(self) -> str:
+        """The result in words: "ok", "failed", or `why_not`."""
+        return "failed" if self.error is not None else self.why_not or "ok"
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,11 +47,6 @@ class Checked(InNotebooks):
     def error(self) -> ShardingError | None:
         """The error of the proof that failed; None if none failed."""
         return next((line.error for line in self.lines if line.error is not None), None)
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         cells = [(line.name, line.compared, line.found) for line in self.lines]

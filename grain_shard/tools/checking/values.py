@@ -21,7 +21,7 @@ def same_values(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def shown_apart(one: np.ndarray, other: np.ndarray) -> tuple[str, str]:
-    """Returns two texts that show in what two arrays differ.
+    """Returns two texts that show the difference of two arrays.
 
     The texts are the beginnings of the arrays. If these look the same, they are the dtypes and
     shapes, or else the first values that differ. Values that also look the same, such as two NaNs

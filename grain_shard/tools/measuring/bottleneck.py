@@ -45,8 +45,8 @@ _ONE_AT_A_TIME = 1.2
 # There is no verdict if the dataset ended before this many batches, and before half of the batches
 # asked for: the loop then saw little more than the start and the end of the pipeline.
 _ENOUGH = 10
-_FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
+_FUNCTIONS = " in your functions"
 _ASK_FOR_MANY = "give the source a _getitems that asks for many records at once"
 _SEND_LESS = "send less to the devices: uint8 images, converted to floats inside the training step."
 
@@ -81,7 +81,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
     # Without a step there is only the pipeline, so its own slowest stage is the bottleneck.
-    if measured.busy(WAIT) < _LITTLE_WAIT and measured.figures.stage_s(STEP) > 0:
+    if measured.busy(WAIT) < _LITTLE_WAIT and STEP in measured.lanes_s:
         return _verdict(
             STEP,
             f"{waits}; the pipeline keeps up with the step.",
@@ -116,7 +116,7 @@ def _no_stage(waits: str, measured: Measurement, pipeline: PipelineFacts) -> Bot
             "raise num_workers, as long as processor cores are idle.",
             "profile once with num_workers=0 to see which stage takes the time.",
         )
-    if not measured.figures.stage_s(READ):
+    if READ not in measured.lanes_s:
         return _verdict(
             "unseen",
             f"{waits}, but the pipeline does not report when it reads batches.",
@@ -158,30 +158,27 @@ def _making(stage: str, measured: Measurement, pipeline: PipelineFacts) -> Bottl
 
     These threads spend most of their time in `stage`: "read", "batch" or "pad".
     """
-    cores = _making_cores(measured)  # number of processors that these threads keep busy
-    who = _who(stage, measured)  # the source, the user's functions or "this"
-    is_plural = _FUNCTIONS in who
-    if cores >= _COMPUTES:
-        rate = measured.num_examples / measured.processor_s(*MAKING)
-        compute = "compute" if is_plural else "computes"
-        finding = f"{who} {compute}: about {rate:,.0f} examples a second " + (
-            "for each processor."
-            if cores > _ONE_AT_A_TIME
-            else "at best if that is Python code, of which one thread runs at a time. A larger"
-            " buffer does not help."
+    cores = _making_cores(measured)
+    rate = measured.num_examples / (measured.processor_s(*MAKING) or 1)
+    if cores > _ONE_AT_A_TIME:
+        finding = f"compute: about {rate:,.0f} examples a second for each processor."
+    elif cores >= _COMPUTES:
+        finding = (
+            f"compute: about {rate:,.0f} examples a second at best if that is Python code, of which"
+            " one thread runs at a time. A larger buffer does not help."
         )
+    elif _surely_waits(measured):
+        finding = "wait."
     else:
-        finding = f"{who} {'wait' if is_plural else 'waits'}" + (
-            "."
-            if _surely_waits(measured)
-            else ", or would compute if other processes did not use the processors."
-        )
+        finding = "wait, or would compute if other processes did not use the processors."
+    threads = measured.lane_s(*MAKING) / measured.seconds
+    where = _where(measured) if stage == READ else ""
     return _verdict(
         stage,
-        f"batches are in the making {_making_share(measured):.0%} of the time, by"
-        f" {measured.side_by_side(*MAKING):.1f} threads on average, mostly {_DOING[stage]}, which"
-        f" keeps {cores:.2g} processors busy: {finding}",
-        *_advice(stage, who, measured, pipeline),
+        f"batches are in the making {_making_share(measured):.0%} of the time, by {threads:.1f}"
+        f" threads on average, mostly {_DOING[stage]}{where}. They keep {cores:.2g} processors"
+        f" busy, so they {finding}",
+        *_advice(stage, where, measured, pipeline),
     )
 
 
@@ -203,12 +200,15 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     # A worker works for `work_ms` of the `task_ms` that a task takes. So it always has work if
     # `task_ms / work_ms` tasks are under way for it.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
-    advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
-    if busy >= _MOST:  # the workers have enough tasks, and compute
+    if busy >= _MOST and workers >= size:
+        advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
+    elif busy >= _MOST:  # the workers have enough tasks, and compute
         advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
-        if workers >= size:
-            advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
-    elif enough <= size:  # workers wait, although enough tasks may be under way
+    elif enough > size:
+        advice = [
+            f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."
+        ]
+    else:  # workers wait, although enough tasks may be under way
         advice = [
             "check the network between the workers and this host: more workers would not help.",
             "let the workers send less: uint8 images, converted to floats inside the step.",
@@ -216,30 +216,28 @@ def _tasks(measured: Measurement, pipeline: PipelineFacts) -> Bottleneck:
     return _verdict("executor", reason, *advice)
 
 
-def _who(stage: str, measured: Measurement) -> str:
-    """Returns what takes most of a stage's time, as the subject of a sentence.
+def _where(measured: Measurement) -> str:
+    """Returns whether the source or the user's functions take most of the stage "read", in words.
 
-    For "read" it is the source or the user's functions, or both if they are not measured
-    separately. For any other stage it is "this".
+    The words name both if their times are not measured separately.
     """
     reads = [s for s in measured.spans if s.stage == READ]
-    if stage != READ:
-        return "this"
     if not any(s.part == MAP for s in reads):
-        return f"the source, or {_FUNCTIONS},"
-    computes = _making_cores(measured) >= _COMPUTES
-    seconds = [s.processor_s if computes else s.end - s.start for s in reads]
+        return " in the source, or in your functions"
+    seconds = [s.processor_s if _computes(measured) else s.end - s.start for s in reads]
     mapped_s = sum(s for read, s in zip(reads, seconds, strict=True) if read.part == MAP)
-    return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
+    return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else " in the source"
 
 
-def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts) -> Iterator[str]:
+def _advice(
+    stage: str, where: str, measured: Measurement, pipeline: PipelineFacts
+) -> Iterator[str]:
     """Yields advice for a loop that is held up by the threads that make batches.
 
-    These threads spend most of their time in `stage`, and there in the code `who`, as in `_who`.
+    These threads spend most of their time in `stage`, and there in the code that `where` names.
     """
     in_threads = not pipeline.is_stream and not pipeline.num_workers
-    computes = _making_cores(measured) >= _COMPUTES
+    computes = _computes(measured)
     if stage == READ and pipeline.reads_other_rows:
         yield (
             "move the .map after .batch (or the work of its batch_fn) before .batch: this host now"
@@ -271,30 +269,23 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: PipelineFacts
             " batch at once."
         )
     if not computes and stage == READ and in_threads:
-        yield _more_side_by_side(who, measured, pipeline)
+        yield _more_side_by_side(where, measured, pipeline)
         if not _surely_waits(measured):
-            yield "pass num_workers if this computes, or profile while the machine is idle."
+            yield "pass num_workers if they compute, or profile while the machine is idle."
 
 
-def _more_side_by_side(who: str, measured: Measurement, pipeline: PipelineFacts) -> str:
-    """Returns the advice for threads that wait: how more reads can run at the same time.
-
-    Args:
-        who: The subject of the finding, such as "the source".
-        measured: The measured loop.
-        pipeline: The pipeline's options.
-    """
+def _more_side_by_side(where: str, measured: Measurement, pipeline: PipelineFacts) -> str:
+    """Returns the advice for threads that wait: how more reads can run at the same time."""
     full_share = covered_s(measured.rests) / measured.seconds  # share of the time
     if full_share >= _OFTEN_FULL:
         return (
-            f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"
+            f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if they wait for files or a"
             f" network, so that more is read side by side: for {full_share:.0%} of the time there"
             " was no room to begin another batch."
         )
-    ask = "have them make fewer or smaller requests" if who == _FUNCTIONS else _ASK_FOR_MANY
-    waits = "they wait" if who == _FUNCTIONS else "this waits"
+    ask = "make fewer or smaller requests" if where == _FUNCTIONS else _ASK_FOR_MANY
     return (
-        f"if {waits} for files or a network, leave num_threads out, so that the number of reads"
+        "if they wait for files or a network, leave num_threads out, so that the number of reads"
         f" side by side adapts. If num_threads is left out already, {ask}. Larger buffers would not"
         " help."
     )
@@ -318,12 +309,17 @@ def _surely_waits(measured: Measurement) -> bool:
 
     They compute for so little of their time that busy processors cannot be the reason.
     """
-    return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.figures.stage_s(*MAKING)
+    return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.lane_s(*MAKING)
 
 
 def _making_cores(measured: Measurement) -> float:
     """Returns the average number of processors kept busy by the threads that make batches."""
     return measured.processor_s(*MAKING) / measured.seconds
+
+
+def _computes(measured: Measurement) -> bool:
+    """Returns True if the threads that make batches compute, and False if they wait."""
+    return _making_cores(measured) >= _COMPUTES
 
 
 def _busiest(measured: Measurement) -> str | None:
@@ -337,8 +333,7 @@ def _busiest(measured: Measurement) -> str | None:
     them. Otherwise they are compared by elapsed time.
     """
     placing, making = measured.busy(PLACE), _making_share(measured)
-    computes = _making_cores(measured) >= _COMPUTES
-    stage_s = measured.processor_s if computes else measured.figures.stage_s
+    stage_s = measured.processor_s if _computes(measured) else measured.lane_s
     return busiest(making, placing, stage_s, least=max(BUSY, 1 - measured.busy(WAIT)))
 
 

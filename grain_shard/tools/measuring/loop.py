@@ -26,8 +26,8 @@ def run_loop(
         step: The training step, called with each batch; None for no step.
 
     Returns:
-        A triple (spans, sizes, read_threads). The spans are those of all threads during the loop,
-        in the order of their start. The sizes are a dict for each batch, with its numbers of
+        A triple (spans, sizes, read_threads). The spans are the work of all threads during the
+        loop, in the order of their start. The sizes are a dict for each batch, with its numbers of
         "records" and "bytes". The text `read_threads` is the number of reading threads at the end
         of the loop, with the reason for it; "" if not known.
 

@@ -1,16 +1,14 @@
-"""`Measurement`: a measured loop, with the figures of `stats()` computed from recorded spans."""
+"""`Measurement`: a measured loop, with figures that are computed from recorded spans."""
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, WORK, Span
+from grain_shard.spans import LOOP, ROOM, STAGES, STEP, WAIT, WORK, Span
 from grain_shard.stats.counts import MAKING
-from grain_shard.stats.figures import Figures
 from grain_shard.tools.measuring.loop import covered_s, cut
 
 _LANES = *STAGES, WORK, *LOOP
@@ -49,29 +47,9 @@ class PipelineFacts:
         )
 
 
-@dataclass(frozen=True)
-class _LoopFigures(Figures):
-    """Figures of a measured loop, with the times of a batch from `Measurement.stages_s`.
-
-    The sums cannot give these times: they leave out the warm-up, in which some of the batches were
-    made.
-
-    Attributes:
-        batch_stages_s: Seconds per batch by stage.
-    """
-
-    batch_stages_s: Mapping[str, float] = field(default_factory=dict)
-
-    def _a_batch(self, stage: str) -> float | None:
-        return self.batch_stages_s.get(stage)
-
-
 @dataclass(frozen=True, repr=False)
 class Measurement:
     """A measured loop, which waited until each batch was on the devices and then ran a step.
-
-    The figures have the same names as in `ShardedIterator.stats()`. They are computed from the
-    recorded spans.
 
     Attributes:
         num_batches: Number of measured batches.
@@ -122,41 +100,30 @@ class Measurement:
             if s.stage in stages and s.end > 0 and s.start < self.seconds
         )
 
-    @functools.cached_property
-    def figures(self) -> Figures:
-        """The figures of `ShardedIterator.stats()`, for the measured loop and global batches."""
-        stages_s: dict[tuple[int | str, str], float] = defaultdict(float)
-        for one in self.spans:
-            stages_s[one.thread, one.stage] += one.end - one.start
-        sums = {"batches": self.num_batches, "records": self.num_examples, "bytes": self.num_bytes}
-        spent = {stage: Figures(stages_s=stages_s).stage_s(stage) for stage in LOOP}
-        sums |= {**spent, "seconds": self.seconds}
-        return _LoopFigures(sums, stages_s, batch_stages_s=self.stages_s)
-
     @property
     def examples_per_second(self) -> float:
         """Valid rows of the global batches per second, by the wall clock over the whole loop."""
-        return self.figures.records_per_s
+        return self.num_examples / self.seconds
 
     @property
     def bytes_per_second(self) -> float:
         """Bytes of the global batches per second, padding included, by the wall clock."""
-        return self.figures.bytes_per_s
+        return self.num_bytes / self.seconds
 
     @property
     def wait_share(self) -> float:
         """Share of waiting in the time of waiting and training steps, 0 to 1; 1 without a step."""
-        return self.figures.wait_share
+        return self.lane_s(WAIT) / (self.lane_s(*LOOP) or 1)
 
     @property
     def wait_s(self) -> float:
         """Seconds per batch from the call of ``next`` until the batch was on the devices."""
-        return self.figures.wait_s
+        return self.lane_s(WAIT) / self.num_batches
 
     @property
     def step_s(self) -> float:
         """Seconds per batch from its arrival on the devices to the step's result; 0 for no step."""
-        return self.figures.step_s
+        return self.lane_s(STEP) / self.num_batches
 
     @property
     def lanes_s(self) -> Mapping[str, float]:
@@ -164,25 +131,7 @@ class Measurement:
 
         A name without any time is left out.
         """
-        return {lane: s for lane in _LANES if (s := self.figures.stage_s(lane))}
-
-    @property
-    def stages_s(self) -> Mapping[str, float]:
-        """Seconds per batch that the pipeline's threads spent in each stage, by name.
-
-        Batches that were made during the warm-up count, too. A stage is left out if the pipeline
-        does not have it, or if it runs in worker processes.
-        """
-        seconds = {
-            stage: [s.end - s.start for s in self.recorded_spans if s.stage == stage]
-            for stage in STAGES
-        }
-        # A batch may be read and stacked in parts, so one batch may have several spans of these
-        # stages. Each batch is padded once, so the number of paddings is the number of batches.
-        made = len(seconds[PAD])
-        batches = {stage: made or len(times) for stage, times in seconds.items()}
-        batches[PLACE] = len(seconds[PLACE])
-        return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
+        return {lane: s for lane in _LANES if (s := self.lane_s(lane))}
 
     def busy(self, *lanes: str) -> float:
         """Returns the share of the time, 0 to 1, in which at least one thread was in these `lanes`.
@@ -195,18 +144,10 @@ class Measurement:
         """
         return covered_s([s for s in self.spans if s.stage in lanes]) / self.seconds
 
-    def side_by_side(self, *lanes: str) -> float:
-        """Returns the average number of threads that were in these `lanes` at the same time.
-
-        Args:
-            *lanes: Names of stages, "wait" or "step".
-        """
-        return self.figures.stage_s(*lanes) / self.seconds
+    def lane_s(self, *lanes: str) -> float:
+        """Returns the seconds that all threads together spent in these `lanes`."""
+        return sum((s.end - s.start for s in self.spans if s.stage in lanes), 0.0)
 
     def processor_s(self, *lanes: str) -> float:
-        """Returns the seconds of processor time that all threads together spent in these `lanes`.
-
-        Args:
-            *lanes: Names of stages, "wait" or "step".
-        """
+        """Returns the seconds of processor time that all threads together used in `lanes`."""
         return sum((s.processor_s for s in self.spans if s.stage in lanes), 0.0)

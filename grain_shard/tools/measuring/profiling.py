@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from grain_shard.errors import GrainShardError, require_int
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import LOOP, WAIT
-from grain_shard.tools.extras import require
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, PipelineFacts
@@ -67,7 +67,11 @@ class Profile(Measurement):
         Raises:
             GrainShardError: matplotlib is not installed.
         """
-        require("plot", "a timeline", ", or print the profile.")
+        if find_spec("matplotlib") is None:
+            raise GrainShardError(
+                "a timeline needs matplotlib, which is not installed.\n"
+                '  remedy: pip install "grain-shard[plot]", or print the profile.'
+            )
         from grain_shard.tools.measuring.timeline_plot import draw
 
         return draw(self, self.bottleneck)
@@ -84,8 +88,9 @@ class Profile(Measurement):
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
-            threads, a_batch = f"{self.figures.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
-            lines.append(f"{lane:<8}{threads}{total_s:>12.3f} s{a_batch}{self.busy(lane):>8.0%}")
+            threads = len({s.thread for s in self.spans if s.stage == lane})
+            times = f"{total_s:>12.3f} s{self._a_batch(total_s):>14}"
+            lines.append(f"{lane:<8}{threads:>7}{times}{self.busy(lane):>8.0%}")
         if self.read_threads:
             lines += [
                 "",
@@ -141,8 +146,8 @@ def profile(
         >>> ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8)
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> measured = profile(ds.shard_to(mesh), lambda batch: batch["x"].sum(), num_batches=20)
-        >>> list(measured.stages_s)
-        ['read', 'batch', 'pad', 'place']
+        >>> list(measured.lanes_s)
+        ['read', 'batch', 'pad', 'place', 'wait', 'step']
 
     Args:
         ds: The dataset that `shard_to` returned, or any other iterable of batches, of which only
@@ -187,13 +192,3 @@ def profile(
         num_bytes=sum(size["bytes"] for size in sizes),
         read_threads=read_threads,
     )
-
-
-def measure_throughput(
-    ds: Iterable[Any],
-    num_batches: int = 50,
-    warmup: int = 5,
-    step: Callable[[Any], Any] | None = None,
-) -> Profile:
-    """Calls `profile`, with its arguments in the order that other libraries use for this name."""
-    return profile(ds, step, num_batches, warmup=warmup)

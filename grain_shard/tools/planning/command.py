@@ -1,4 +1,4 @@
-"""``python -m grain_shard plan``: a plan from the command line, as text, JSON and a picture."""
+"""``python -m grain_shard plan``: a plan from the command line, as text or JSON."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import argparse
 import dataclasses
 import inspect
 import json
-import sys
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import jax
 from jax.sharding import PartitionSpec
 
 from grain_shard.errors import ShardingError
+from grain_shard.reading.padding import Remainder
 from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.planning.compile_step import compile_step, load_step, memory_table
-from grain_shard.tools.planning.picture import draw_mesh
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.tools.showing.tables import to_screen
 from grain_shard.training.hardware import HardwareType
-
-_CHIPS = ", ".join(HardwareType)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--records", dest="num_records", required=True, help="records of an epoch")
     number("--record-bytes", help="bytes of one record in the batch; default: unknown")
     remainder = "treatment of a short last batch; default: pad"
-    add("--remainder", choices=("pad", "drop", "error"), default="pad", help=remainder)
-    hardware = f"chip, to be warned if it wants more rows than a device holds: {_CHIPS}"
-    add("--hardware", type=_chip, metavar="CHIP", help=hardware)
+    add("--remainder", choices=get_args(Remainder), default="pad", help=remainder)
+    chips = ", ".join(HardwareType)
+    hardware = f"chip, to be warned if it wants more rows than a device holds: {chips}"
+    add("--hardware", type=HardwareType, metavar="CHIP", help=hardware)
     compiled = (
         "compile a training step for the slice. NAME(mesh) returns the step, its state and one"
         " record, the last two as jax.ShapeDtypeStruct. The step is traced under"
@@ -61,8 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
-    picture = "SVG to write, such as mesh.svg, with the rows that each device holds"
-    add("--picture", type=_picture, metavar="FILE", help=picture)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,22 +70,17 @@ def main(args: argparse.Namespace) -> int:
             the function.
         GrainShardError: An optional package is missing, or the step of ``--compile`` does not take
             batches in the shardings of `shard_to`.
-        OSError: The picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
         raise UsageError(
             "--hosts and --devices-per-host belong together.\n"
             "  remedy: give both, or --topology alone."
         )
-    if args.slices > 1 and args.topology is None:
-        raise UsageError(
-            "--slices needs a TPU topology.\n  remedy: give --topology in place of --hosts."
-        )
-    if args.compile is not None and args.topology is None:
-        raise UsageError(
-            "--compile needs the devices of a TPU slice.\n"
-            "  remedy: name the slice by --topology, in place of --hosts."
-        )
+    for option, is_given in (("--slices", args.slices > 1), ("--compile", args.compile)):
+        if is_given and args.topology is None:
+            raise UsageError(
+                f"{option} needs a TPU topology.\n  remedy: give --topology in place of --hosts."
+            )
     parameters = inspect.signature(plan).parameters
     # The options that have the name of a parameter of `plan` are its arguments.
     options = {name: value for name, value in vars(args).items() if name in parameters}
@@ -100,15 +92,12 @@ def main(args: argparse.Namespace) -> int:
         planned = plan(mesh, **options)
     except ShardingError as error:  # the options are wrong, because a plan depends on nothing else
         raise UsageError(str(error)) from None
-    padded_rows = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
         # The user's script runs on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        memory = compile_step(load_step(*args.compile), mesh, args.spec, padded_rows)
-    if args.picture is not None:
-        draw_mesh(mesh, args.spec, padded_rows, args.picture)
-        print(f"drawn: {args.picture}", file=sys.stderr)
+        step = load_step(*args.compile)
+        memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}
         print(json.dumps(planned.to_dict() | more))
@@ -119,13 +108,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chip(text: str) -> HardwareType:
-    try:
-        return HardwareType(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {_CHIPS}") from None
-
-
 def _script_and_name(text: str) -> tuple[str, str]:
     """Returns the script and the name in a text such as ``train.py:build``."""
     path, _, name = text.rpartition(":")
@@ -134,14 +116,6 @@ def _script_and_name(text: str) -> tuple[str, str]:
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {path!r}")
     return path, name
-
-
-def _picture(text: str) -> Path:
-    if Path(text).suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(
-            f"{text!r} does not end in .svg, the format of the picture"
-        )
-    return Path(text)
 
 
 def _axes(text: str) -> dict[str, int]:

@@ -73,10 +73,10 @@ def plan(
         require_int("record_bytes", record_bytes, 1)
     target = ShardingTree.of(mesh_or_sharding, spec)
     layouts = target.layouts()
-    layout = next(iter(layouts.values()))  # of any host: only what all hosts share is taken from it
+    layout = next(iter(layouts.values()))  # any host: only facts that all hosts share are used
     padded_batch_size = layout.padded(global_batch_size)
     steps = _num_batches(num_records, global_batch_size, layout, remainder)
-    held_records = min(num_records, steps * global_batch_size)  # all but those that are dropped
+    held_records = min(num_records, steps * global_batch_size)  # without dropped records
     # `rows_of_last` is 0 if the last batch is full.
     full_batches, rows_of_last = divmod(held_records, global_batch_size)
     devices = target.devices()

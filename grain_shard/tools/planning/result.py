@@ -19,7 +19,6 @@ from grain_shard.tools.showing.tables import (
     describe_bytes,
     describe_few,
     describe_ranges,
-    to_text,
 )
 from grain_shard.training.hardware import HardwareType
 
@@ -44,15 +43,6 @@ class RowReads:
     rows_per_step: int
     rows_per_epoch: int
     bytes_per_step: int | None
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns four cells of a table: ranges of rows, rows and bytes a step, rows an epoch."""
-        return (
-            describe_ranges(self.rows),
-            f"{self.rows_per_step:,}",
-            describe_bytes(self.bytes_per_step),
-            f"{self.rows_per_epoch:,}",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,17 +162,6 @@ class Plan(InNotebooks):
         """Returns all figures of the plan as plain JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=lambda chip: chip.value))
 
-    def __repr__(self) -> str:
-        return (
-            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
-            f" mesh=({describe_mesh(self.mesh.items())}), specs=({', '.join(self.specs)}),"
-            f" steps_per_epoch={self.steps_per_epoch},"
-            f" warnings=<{len(self.warnings)}>)"
-        )
-
-    def __str__(self) -> str:
-        return to_text(self)
-
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Yields all tables of the plan for `rich`, with at most 16 groups of hosts."""
         yield FittingTable(["the job", ""], self._job_lines(), left=2)
@@ -225,9 +204,12 @@ class Plan(InNotebooks):
 
         If there are more groups, a last line has the number of all other hosts.
         """
-        cells = {reads.host: reads.cells() for reads in self.reads.hosts}
+        reads_of = {reads.host: reads for reads in self.reads.hosts}
         lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:
-            yield describe_few(hosts), *cells[hosts[0]]
+            reads = reads_of[hosts[0]]
+            ranges, size = describe_ranges(reads.rows), describe_bytes(reads.bytes_per_step)
+            step, epoch = f"{reads.rows_per_step:,}", f"{reads.rows_per_epoch:,}"
+            yield describe_few(hosts), ranges, step, size, epoch
         if rest := sum(map(len, lines[_MAX_LINES:])):
             yield f"{rest:,} more", "", "", "", ""

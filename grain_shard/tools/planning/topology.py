@@ -9,14 +9,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import Mesh
 
-from grain_shard.errors import ShardingError, require_int
-from grain_shard.tools.extras import require
+from grain_shard.errors import GrainShardError, ShardingError, require_int
 
 # The `device_kind` of devices that only stand in for real ones.
 UNKNOWN_KIND = "unknown device"
@@ -65,8 +65,12 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         >>> mesh.devices.shape, mesh.devices.flat[0].device_kind  # doctest: +SKIP
         ((32, 8), 'TPU v5 lite')
     """
-    instead = " (Linux on x86-64), or give the number of hosts and devices instead."
-    require("plan", "the topology of a TPU slice", instead)
+    if find_spec("libtpu") is None:
+        raise GrainShardError(
+            "the topology of a TPU slice needs libtpu, which is not installed.\n"
+            '  remedy: pip install "grain-shard[plan]" (Linux on x86-64), or give the number of'
+            " hosts and devices instead."
+        )
     from jax.experimental import topologies
 
     require_int("slices", slices, 1)

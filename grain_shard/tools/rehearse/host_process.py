@@ -36,8 +36,8 @@ _GRACE_S = 2.0
 #   late. By then the other hosts have heard of an error of its iterator. Without the delay they
 #   would fail as soon as its connections break, up to 15 ms (measured) before the end of its
 #   process can be seen. A host that only reports the failure of another host (AgreementError)
-#   exits 5 seconds late. With these delays, and that of `_wait`, the process that failed first also
-#   ends first.
+#   exits 5 seconds late. With these delays, and the delay in `_wait`, the process that failed first
+#   also ends first.
 # * After a script that has compiled something, the process ends only when its devices have
 #   finished, because it may hang if it ends during a collective. The devices of a process run their
 #   common computations in order. So this program runs one more on all devices, and waits for it.
@@ -225,7 +225,7 @@ class HostProcess:
     def reap(self) -> int:
         """Kills the process and its children if they still run, and returns the return code.
 
-        The code is that of `subprocess.Popen`: -n if signal n ended the process.
+        It is the return code of `subprocess.Popen`: -n if signal n ended the process.
         """
         if not self._is_reaped:
             self.send_signal(signal.SIGKILL)

@@ -69,7 +69,7 @@ def run(
         hosts: Number of hosts, each a process.
         devices_per_host: Number of CPU devices of each host.
         timeout_s: Seconds after which all hosts are ended.
-        env: Environment variables for every host, in addition to those of this process.
+        env: Environment variables for every host, in addition to the variables of this process.
         end_others: True if the first host to fail ends all hosts. With False the hosts run until
             they end by themselves or time out, so a test can see how they react to the failure.
 
@@ -124,7 +124,7 @@ def run_script(
         hosts: Number of hosts, each a process.
         devices_per_host: Number of CPU devices of each host.
         timeout_s: Seconds after which all hosts are ended.
-        env: Environment variables for every host, in addition to those of this process.
+        env: Environment variables for every host, in addition to the variables of this process.
         end_others: True if the first host to fail ends all hosts. With False the hosts run until
             they end by themselves or time out.
         echo: The file to which each line of a host is written as it arrives, after "[host 0]" and

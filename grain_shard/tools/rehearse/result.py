@@ -74,21 +74,13 @@ class RehearsalResult:
             lines.append(f"timed out, still running: {hosts}{where}")
         lines += [f"host {host} {place}" for host, place in self.places.items()]
         if self.not_joined:
-            if self.failed_host is None:
-                cause = (
-                    f"each of the {len(self.returncodes)} processes ran the whole job by itself,"
-                    " because none of them joined the others by jax.distributed.initialize()."
-                )
-            else:
-                cause = (
-                    f"host {self.failed_host} had not joined the other hosts: its call of"
-                    " jax.distributed.initialize() is missing, failed, or comes after another use"
-                    " of JAX. Each process then runs the whole job by itself, and the processes may"
-                    " disturb each other, for example in a folder that all of them write to."
-                )
+            who = "each host" if self.failed_host is None else f"host {self.failed_host}"
             lines.append(
-                f"{cause} Remedy: call jax.distributed.initialize(), without arguments, before any"
-                " other use of JAX."
+                f"{who} ran alone: its call of jax.distributed.initialize() is missing, failed, or"
+                " comes after another use of JAX. Processes that have not joined the others run the"
+                " whole job, and may disturb each other, for example in a folder that all of them"
+                " write to. Remedy: call jax.distributed.initialize(), without arguments, before"
+                " any other use of JAX."
             )
         return lines
 

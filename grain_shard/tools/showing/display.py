@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from grain_shard.errors import ShardingError, describe_mesh
@@ -90,16 +89,42 @@ def show(batch_or_dataset: Any) -> None:
 
 
 def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
+    """Yields a line for each of the first leaves, and at the end the bytes of a batch."""
     paths, leaves, _ = flatten(batch)
-    described = [LeafText.of(leaf) for leaf in leaves]
-    for path, leaf in zip(paths[:_MAX_LEAVES], described, strict=False):
-        rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
-        on_device = leaf.bytes_per_device is not None
-        yield path, leaf.text, rows, describe_bytes(leaf.bytes_per_device) if on_device else ""
+    total = 0
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        rows = size = ""
+        if (sharding := getattr(leaf, "sharding", None)) is not None:
+            shard = sharding.shard_shape(leaf.shape)
+            rows = f"{shard[0]:,}" if shard else ""
+            total += (num_bytes := math.prod(shard) * leaf.dtype.itemsize)
+            size = describe_bytes(num_bytes)
+        if i < _MAX_LEAVES:
+            yield path, _text_of(leaf), rows, size
     if more := len(paths[_MAX_LEAVES:]):
         yield f"{more:,} more leaves", "", "", ""
-    total = sum(leaf.bytes_per_device or 0 for leaf in described)
     yield "a batch", "", "", describe_bytes(total)
+
+
+def _text_of(leaf: Any) -> str:
+    """Returns dtype, global shape, and the mesh axes that shard each dim: ``f32[8@data,3]``."""
+    sharding = getattr(leaf, "sharding", None)
+    where = " on the host" if sharding is None else ""
+    if not hasattr(leaf, "dtype"):
+        return f"{type(leaf).__name__}{where}"
+    # A short name of the dtype, as in JAX: f32, bf16, i8, u8 or bool; "str" for text.
+    name = "str" if leaf.dtype.kind in "US" else leaf.dtype.name
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        name = name.replace(long, short)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    pairs = itertools.zip_longest(leaf.shape, spec)  # a spec may be shorter than the shape
+    return f"{name}[{','.join(f'{size}{_at(entry)}' for size, entry in pairs)}]{where}"
+
+
+def _at(entry: Any) -> str:
+    """Returns the mesh axes of one dim as text, such as ``@data`` or ``@(data,fsdp)``."""
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return f"@({','.join(axes)})" if len(axes) > 1 else "".join(f"@{axis}" for axis in axes)
 
 
 def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
@@ -129,53 +154,3 @@ def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
     buffers = f"{on_devices} batches on the devices, {on_host} on the host"
     yield "buffers", f"at most {buffers}"
-
-
-class LeafText(NamedTuple):
-    """One leaf of a batch as text, with its rows and bytes on one device.
-
-    Attributes:
-        text: Dtype, global shape, and the mesh axes that shard each dim: ``f32[8@data,3]``.
-        rows_per_device: Number of rows of the leaf that one device holds; None for a scalar and
-            for a leaf on the host.
-        bytes_per_device: Number of bytes of the leaf that one device holds; None for a leaf on the
-            host.
-    """
-
-    text: str
-    rows_per_device: int | None = None
-    bytes_per_device: int | None = None
-
-    @classmethod
-    def of(cls, leaf: Any) -> LeafText:
-        """Describes a `jax.Array`, a `jax.ShapeDtypeStruct`, a numpy array, or any other object."""
-        if not hasattr(leaf, "dtype"):
-            return cls(f"{type(leaf).__name__} on the host")
-        sharding = getattr(leaf, "sharding", None)
-        spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-        text = f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, spec)}]"
-        if sharding is None:
-            return cls(f"{text} on the host")
-        shard = sharding.shard_shape(leaf.shape)
-        return cls(text, shard[0] if shard else None, math.prod(shard) * leaf.dtype.itemsize)
-
-
-def _dtype(dtype: np.dtype) -> str:
-    """Returns JAX's short name of a dtype, such as f32, bf16, i8, u8 or bool; "str" for text."""
-    name = "str" if dtype.kind in "US" else dtype.name
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        name = name.replace(long, short)
-    return name
-
-
-def _dims(shape: tuple[int, ...], spec: tuple[Any, ...]) -> str:
-    pairs = itertools.zip_longest(shape, spec)  # a spec may be shorter than the shape
-    return ",".join(f"{size}{_at(entry)}" for size, entry in pairs)
-
-
-def _at(entry: Any) -> str:
-    """Returns the mesh axes of one dim as text, such as ``@data`` or ``@(data,fsdp)``."""
-    axes = (entry,) if isinstance(entry, str) else entry or ()
-    if not axes:
-        return ""
-    return f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})"

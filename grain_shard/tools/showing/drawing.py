@@ -33,33 +33,28 @@ def draw_batch(batch: Any) -> Iterator[Any]:
     for path, leaf in zip(*flatten(batch)[:2], strict=True):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and leaf.shape and all(leaf.shape):
-            dims = _dims_drawn(sharding)
+            dims = max(1, spec_rank(sharding))  # the leading dims that are drawn
             key = sharding.mesh, tuple(sharding.spec)[:dims], leaf.shape[:dims]
             groups.setdefault(key, []).append((path, leaf))
-    for leaves in groups.values():
-        yield draw_leaf([path for path, _ in leaves], leaves[0][1])
+    for (_, _, sizes), leaves in groups.items():
+        yield _drawing([path for path, _ in leaves], leaves[0][1], sizes)
 
 
-def _dims_drawn(sharding: NamedSharding) -> int:
-    """Returns the number of leading dims to draw: up to the last sharded dim, at least one."""
-    return max(1, spec_rank(sharding))
-
-
-def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
-    """Returns a table of a leaf's shards and the devices that hold them, with a title.
+def _drawing(paths: Sequence[str], leaf: Any, sizes: tuple[int, ...]) -> Any:
+    """Returns a table of the shards and the devices that hold them, with a title.
 
     Args:
-        paths: The paths of all leaves that are cut like this one, for the title.
-        leaf: A `jax.Array` or `jax.ShapeDtypeStruct` with a `NamedSharding`.
+        paths: The paths of all leaves that are cut alike, for the title.
+        leaf: One of these leaves.
+        sizes: The sizes of the dims that are drawn.
     """
     # The devices that hold each piece. A piece is the (start, stop) of each dim that is drawn.
     held: dict[tuple[Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        dims = zip(index, leaf.shape[: _dims_drawn(leaf.sharding)], strict=False)
-        held.setdefault(tuple(part.indices(size)[:2] for part, size in dims), []).append(device)
+        piece = tuple(part.indices(size)[:2] for part, size in zip(index, sizes, strict=False))
+        held.setdefault(piece, []).append(device)
     lines = sorted({piece[0] for piece in held})  # the ranges of rows
     columns = sorted({piece[1:] for piece in held})  # the ranges of the other dims
-    shown_columns = columns[:_MAX_COLUMNS]
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
     title = describe_few(paths)
@@ -67,17 +62,17 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
         title += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
     if len(columns) > _MAX_COLUMNS:
         title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
-    cells = [
-        [
-            describe_ranges([rows]),
-            *(_devices(held[rows, *dims], several_hosts) for dims in shown_columns),
-        ]
-        for rows in lines[:_MAX_LINES]
-    ]
+    lines, columns = lines[:_MAX_LINES], columns[:_MAX_COLUMNS]
     drawing = FittingTable(
-        ["rows", *map(_column_head, shown_columns)],
-        cells,
-        left=1 + _MAX_COLUMNS,
+        ["rows", *map(_column_head, columns)],
+        [
+            [
+                describe_ranges([rows]),
+                *(_devices(held[rows, *dims], several_hosts) for dims in columns),
+            ]
+            for rows in lines
+        ],
+        left=1 + len(columns),
         row_styles=[f"black on {color}" for color in FILLS],
     )
     return Group(Padding(Text(title), (0, 2)), drawing)

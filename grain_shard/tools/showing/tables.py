@@ -16,21 +16,27 @@ from rich.filesize import decimal
 from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 _TEXT_WIDTH = 100
 
 
 class InNotebooks:
-    """Base class that shows an object as HTML in a notebook, if rich can render its class.
+    """Base class of objects that `rich` can render: their text, and their HTML in a notebook.
 
     The notebook also gets plain text, for terminals, for GitHub, and for the comparison of two
     versions of a notebook. Unlike rich's own text, it has no color codes.
     """
 
+    def __str__(self) -> str:
+        text = _rendered(self).export_text()
+        return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+    __repr__ = __str__
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": to_html(self), "text/plain": to_text(self)}
+        html = _rendered(self).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
+        return {"text/html": html, "text/plain": str(self)}
 
 
 class FittingTable(InNotebooks):
@@ -108,7 +114,8 @@ class FirstLines(InNotebooks):
 
 def to_screen(renderable: InNotebooks) -> None:
     """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
-    console = Console(width=screen_width())
+    # The variable COLUMNS, else the width of the terminal, else 100.
+    console = Console(width=shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns)
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
@@ -117,31 +124,9 @@ def to_screen(renderable: InNotebooks) -> None:
         console.print(renderable, highlight=False)
 
 
-def screen_width() -> int:
-    """Returns the width of the output: the variable COLUMNS, else the terminal's, else 100."""
-    return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
-
-
-def to_text(renderable: Any) -> str:
-    """Returns a table as plain text, without a newline at the end."""
-    text = _rendered(renderable).export_text()
-    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
-
-
-def to_html(renderable: Any) -> str:
-    """Returns a table as one HTML element, with its colors."""
-    return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
-
-
-def to_svg(renderable: Any, title: str) -> str:
-    """Returns a table as the text of an SVG, with its colors, as wide as its longest line."""
-    width = 2 + max(map(cell_len, [title, *to_text(renderable).splitlines()]))
-    return _rendered(renderable, width).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
-
-
-def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
+def _rendered(renderable: Any) -> Console:
     # Without `force_jupyter`, rich would display the table in a notebook, although `file` is given.
-    console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
+    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
 
