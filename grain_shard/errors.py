@@ -257,7 +257,7 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
     The steps must be integers in ascending order, and the first one must be 0.
 
     Args:
-        name: What the message calls the schedule, such as "batch sizes".
+        name: The name of the schedule in the message, such as "batch sizes".
         given: The schedule.
         remedy: The remedy in the message.
 

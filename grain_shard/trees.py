@@ -21,10 +21,10 @@ Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
 # The classes of leaves that are arrays of NumPy, numbers or text.
 _ARRAYS = np.ndarray, np.generic, int, float, complex, str, bytes
-# The most frequent of these classes, and that of None, which has no leaf.
+# The most frequent of these classes, and the class of None, which has no leaf.
 _FREQUENT = {np.dtype(code).type for code in np.typecodes["All"]}
 _FREQUENT |= {np.ndarray, np.memmap, bool, int, float, complex, str, bytes, type(None)}
-# Attributes of rows and tables with labels, such as those of pandas, polars and pyarrow.
+# Attributes of rows and tables with labels, such as pandas, polars and pyarrow have.
 _LABELS = {"iloc", "columns", "column_names"}
 MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that are not padding
 

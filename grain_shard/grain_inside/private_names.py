@@ -20,8 +20,8 @@ class PrivateName(NamedTuple):
 
     Attributes:
         examples: Functions that make an object with the attribute, by public functions of Grain.
-        slower: Says what becomes slower without the attribute; "" if nothing does.
-        unseen: Says what is no longer compared without the attribute; "" if all is.
+        slower: The part that becomes slower without the attribute, in words; "" if none does.
+        unseen: The part that is not compared without the attribute, in words; "" if all is.
     """
 
     examples: tuple[Callable[[], Any], ...]

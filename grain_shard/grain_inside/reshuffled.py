@@ -59,7 +59,7 @@ def _is_reordered(ds: Any) -> bool:
 
 
 def _below(ds: Any) -> _Below:
-    """Returns what the second epoch of a node reads from its parents."""
+    """Returns the elements that the second epoch of a node reads from its parents."""
     if type(ds) is nodes.REPEAT:
         return _Below.NEXT if getattr(ds, "_reseed_each_epoch", True) else _Below.SAME
     if type(ds) in nodes.SHUFFLES:

@@ -397,7 +397,7 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     try:
         while True:
             kind = type(ds)
-            if kind in _ELEMENTS:  # this node applies a function; that of MAP takes no index
+            if kind in _ELEMENTS:  # this node applies a function, without an index if it is MAP
                 steps.append((_ELEMENTS[kind](ds), None if kind is nodes.MAP else indices))
             elif kind in _INDICES:  # this node only chooses elements of its parent
                 indices = _INDICES[kind](ds, indices)

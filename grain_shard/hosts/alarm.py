@@ -29,7 +29,7 @@ from grain_shard.threads.pool import Pool
 
 
 class Alarm:
-    """The failures of one iterator that this host knows of, its own and those of other hosts.
+    """The failures of one iterator that this host knows of: its own, and failures of other hosts.
 
     The loop's thread and the listening thread call the methods.
 

@@ -218,7 +218,7 @@ class Rounds(Store):
     def _settle(self, round_: str, verdict: Verdict) -> Verdict | None:
         """Posts a verdict, unless the round has one already; returns the verdict that counts.
 
-        The first host posts what it computed. A host that stops waiting posts an error as the
+        The first host posts its result. A host that stops waiting posts an error as the
         verdict: a first host that is late then gets the error, and does not go on alone.
         """
         is_first = self.put_once(_verdict(round_), verdict.to_json())
@@ -250,8 +250,8 @@ class Rounds(Store):
 
         The error also names what differs between the iterators that the hosts opened last.
         """
-        # By host; one that has opened no iterator is left out. Not read from self, whose keys
-        # are those of one iterator.
+        # By host; one that has opened no iterator is left out. Not read from self, which has
+        # the keys of one iterator.
         of_all = Store().get_all(_OPENED)
         differing = differences({host: of_all[host] for host in self.hosts if host in of_all})
         if differing:

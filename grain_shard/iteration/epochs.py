@@ -140,7 +140,7 @@ class EpochBatches(Iterator[Batch]):
         self._stop, self._is_new = epochs._position.step + num_batches, True
 
     def __len__(self) -> int:
-        """Returns the number of batches, including those that were already handed out."""
+        """Returns the number of batches, including the batches that were handed out."""
         return self._num_batches
 
     def __repr__(self) -> str:

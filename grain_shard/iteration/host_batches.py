@@ -59,9 +59,9 @@ class HostBatches(ABC):
     Attributes:
         kind: The kind of the pipeline, which states contain and hosts compare.
         ends_by_vote: True if the pipeline has no length, so that the hosts must vote on its end.
-        rows: What the pipeline yields on each of several hosts. "global": the same whole batches,
-            of which the host keeps its rows. "local": only the host's own rows. "feeds": the rows
-            of the host's feeds.
+        rows: The rows that the pipeline yields on each of several hosts. "global": the same whole
+            batches, of which the host keeps its rows. "local": only the host's own rows. "feeds":
+            the rows of the host's feeds.
         compared: The fields that must be the same on all hosts.
         first_record: The digest of the source's first record, to compare with other hosts and with
             states.
@@ -129,7 +129,7 @@ class HostBatches(ABC):
 
         Args:
             step: Number of batches before the position, from the beginning of the pipeline.
-            record: Number of records before the position, including those of earlier epochs.
+            record: Number of records before the position, including records of earlier epochs.
 
         Raises:
             ShardingError: There is no such step or record, or the pipeline is a stream or feeds.

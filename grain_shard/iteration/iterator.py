@@ -306,7 +306,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Returns:
             An awaitable that does nothing, because `load` itself has restored the state.
         """
-        # Restored here and not in `done`, whose errors Orbax reports as those of another handler.
+        # Restored here and not in `done`, whose errors Orbax reports as errors of another handler.
         self.read_state(directory)
 
         async def done() -> None:

@@ -241,9 +241,9 @@ class RandomAccess(HostBatches):
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
         if state.get(KIND) == self.kind and self._STEP in state:
-            # Another unit is the best explanation if nothing else differs, or if the state lacks
-            # what a position of this pipeline has. Otherwise `check_fingerprint` explains more.
-            # A field that the state lacks counts as equal here.
+            # Another unit is the best explanation if nothing else differs, or if the state lacks a
+            # field that a position of this pipeline has. Otherwise `check_fingerprint` explains
+            # more. A field that the state lacks counts as equal here.
             fits = all(state.get(name, value) == value for name, value in current.items())
             if fits or not all(key in state for key in keys):
                 self._require_counted_alike(state)

@@ -43,7 +43,7 @@ class Run:
     """The background work that makes the batches after one position.
 
     Args:
-        inputs: What the iterator gives to all its runs.
+        inputs: The objects that the iterator gives to all its runs.
         position: The position before the first batch; None for the beginning.
 
     Attributes:

@@ -29,9 +29,9 @@ class Settings:
             run this host's feeds. 0 uses threads of this process.
         executor: Makes the batches of a `MapDataset` in other processes, at most `cpu_buffer_size`
             batches at a time. None makes them in this process.
-        rows: What a stream yields on each of several hosts: "global" for the same whole batches,
-            "local" for the host's own rows. None takes the argument `rows` of `from_iterable`. On
-            several hosts one of the two arguments must be given.
+        rows: The rows that a stream yields on each of several hosts: "global" for the same whole
+            batches, "local" for the host's own rows. None takes the argument `rows` of
+            `from_iterable`. On several hosts one of the two arguments must be given.
         timeout_s: Longest time that one host waits for another, in seconds.
         fault_rules: The rules for failed reads.
     """

@@ -31,9 +31,9 @@ from grain_shard.trees import Batch
 # gain little.
 _RECORDS_PER_CALL = 1024
 # If records are read one by one, a task takes as many records as it can read in _READ_S seconds.
-# Shorter tasks would cost too much: a task costs 100 us of processor time. A task takes more
-# records, up to what it can read in _LONGEST_READ_S, if that is an equal share of a batch for each
-# thread. In a longer task, slow records would wait for each other, although other threads could
+# Shorter tasks would cost too much: a task costs 100 us of processor time. A task takes an equal
+# share of a batch for each thread if that is more, but no more than it can read in _LONGEST_READ_S
+# seconds. In a longer task, slow records would wait for each other, although other threads could
 # read them.
 _READ_S, _LONGEST_READ_S = 4e-3, 40e-3
 # The indices of several batches are computed together, up to this many records: a shuffle of 4096
@@ -95,7 +95,7 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
 
         A call for many records costs less per record. So the next call waits until all its batches
         have room, but never for more than three quarters of the buffer: during the call, the loop
-        trains on the other batches of the buffer, and on those that are on the devices already.
+        trains on the other batches of the buffer, and on the batches that wait on the devices.
         """
         batches = most // self._batch_size if self._reads_many else 1
         left = self._num_batches - self._begun

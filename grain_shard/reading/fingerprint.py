@@ -6,7 +6,7 @@ changes go unnoticed:
 
 * Seeds, and some arguments such as a mixture's weights, are private attributes in Grain. If another
   version of Grain keeps one of them elsewhere, its changes are not seen.
-* Functions are compared by name only, not by what they do.
+* Functions are compared by name only, not by their code.
 * Attributes of a transformation's object are not compared: a counter or a cache changes in a run, a
   host's number differs between hosts, and a run may go on with another image size on purpose.
 

@@ -289,7 +289,7 @@ def pad_batch(batch: FlatBatch, size: int, padding: Padding, bad_rows: Sequence[
 
 
 def _with_rows(array: np.ndarray, size: int) -> np.ndarray:
-    """Returns a copy with `size` rows. The rows after those of `array` are uninitialized."""
+    """Returns a copy with `size` rows. The added rows are uninitialized."""
     longer = empty((size, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
     return longer

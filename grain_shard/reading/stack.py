@@ -144,7 +144,7 @@ class RowStacker:
         )
 
     def _leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
-        """Returns the leaves of all rows in one list: those of the first row, the second, etc.
+        """Returns the leaves of all rows in one list: first the leaves of the first row, etc.
 
         Args:
             rows: The rows.

@@ -119,7 +119,7 @@ class _WholeBatch(BatchBuilder):
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
         ds, (epoch, record, _, size, after) = batching.batches.ds, batching.cuts.cut(index)
-        # The index of the batch in the dataset, whose batches include those that the chain drops.
+        # The index of the batch in the dataset, which includes the batches that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
         # Without padding this number is unused, and is not computed, because that may read a batch.
         padded = 0 if batching.padding is None else batching.host_batch_sizes[0]

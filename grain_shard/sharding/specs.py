@@ -68,7 +68,7 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
         return
     held = jax.dtypes.canonicalize_dtype(array.dtype)
     limits = np.iinfo(held) if kind in "iu" else np.finfo(held)
-    # Complex numbers have no order, so only the slower comparison below finds those that are lost.
+    # Complex numbers have no order, so only the slower comparison below finds the lost ones.
     if kind != "c" and limits.min <= array.min() and array.max() <= limits.max:
         return
     if kind in "iu":

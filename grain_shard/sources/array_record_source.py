@@ -71,7 +71,7 @@ class ArrayRecordSource:
     ``_getitems``, by which Grain asks for several records. Grain's own `ArrayRecordDataSource` has
     only ``__getitems__``, which Grain does not call.
 
-    Slow files, such as those of a mounted bucket, are read in threads. Files stay open for later
+    Slow files, such as files of a mounted bucket, are read in threads. Files stay open for later
     reads, because opening a file takes several round trips on a mounted bucket. All sources
     together keep open at most about half as many files as the process may open (``ulimit -n``).
     Beyond that, files are closed, and opened again when they are needed. Fork before you make a

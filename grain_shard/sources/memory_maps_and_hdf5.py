@@ -17,7 +17,7 @@ _ON_DISK = "sec2"
 
 
 def to_pickle(leaf: str, array: Any) -> Any:
-    """Returns what is pickled in place of an array.
+    """Returns the object that is pickled in place of an array.
 
     Args:
         leaf: The path of the array in its tree, for messages.
@@ -43,8 +43,8 @@ def _of_map(array: np.ndarray) -> Any:
     file (copy on write), or if its place in the file is unknown.
     """
     # Follows the bases of the view to the `mmap` that owns the memory. The last `np.memmap` on the
-    # way knows the file. A view's own offset may be that of another view, so the array's place is
-    # measured from the beginning of the `mmap`.
+    # way knows the file. A view's own offset may be the offset of another view, so the array's
+    # place is measured from the beginning of the `mmap`.
     owner, memmap = array, None
     while owner is not None and not isinstance(owner, mmap.mmap):
         memmap = owner if isinstance(owner, np.memmap) else memmap

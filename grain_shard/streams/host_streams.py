@@ -27,13 +27,13 @@ class HostStreams(HostBatches):
     """This host's batches of streams.
 
     A position has the number of batches handed out and the state of each stream. So a checkpoint of
-    feeds can be divided by feed, and each host reads the feeds that it runs. The attributes are
-    those of `HostBatches`.
+    feeds can be divided by feed, and each host reads the feeds that it runs. See `HostBatches`
+    for the attributes.
 
     Args:
         stream_rows: The streams, and how their turns become batches of this host's rows.
         options: The options with which the streams run.
-        rows: What the streams yield on each of several hosts; see `HostBatches`.
+        rows: The rows that the streams yield on each of several hosts; see `HostBatches`.
         saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
 

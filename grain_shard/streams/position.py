@@ -26,8 +26,8 @@ class StreamsPosition(NamedTuple):
     Attributes:
         step: Number of batches that were handed out.
         pickled_states: The pickled state of each stream after these batches, by its number.
-        learned: What the batches so far have shown, by the names in `Streams.learned`: for a user's
-            stream, the rows of a full batch.
+        learned: Facts that the batches so far have shown, by the names in `Streams.learned`: for a
+            user's stream, the rows of a full batch.
     """
 
     step: int
@@ -75,7 +75,7 @@ class StreamsPosition(NamedTuple):
         entry = f"the entry of {streams.one} {{}} in the state"
         states = {n: unsealed(saved[str(n)], entry.format(n)) for n in numbers}
         learned: dict[str, int] = {}
-        # `to_state` has added what was learned to every entry, so that of the last one is used.
+        # `to_state` has added these facts to every entry, so the facts of the last entry are used.
         for found in states.values():
             learned = {name: found.pop(name, None) for name in streams.learned}
         if any(type(count) is not int for count in learned.values()):

@@ -24,8 +24,8 @@ class Joiner(ABC):
     """Makes the batches of one iterator of turns, one after the other.
 
     Attributes:
-        learned: What the batches so far have shown, by the names in `Streams.learned`. The dict is
-            replaced, and never changed.
+        learned: Facts that the batches so far have shown, by the names in `Streams.learned`. The
+            dict is replaced, and never changed.
         first_digest: Digest of the first batch, if every host gets the same whole batches and keeps
             some of their rows; "" otherwise.
     """

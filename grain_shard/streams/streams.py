@@ -145,7 +145,7 @@ class Streams(ABC):
 
     @abstractmethod
     def yields(self, settings: Settings) -> str:
-        """Returns what the streams yield on each host; see `HostBatches.rows`.
+        """Returns a word for the rows that the streams yield; see `HostBatches.rows`.
 
         Raises:
             ShardingError: The option `rows` contradicts the source.

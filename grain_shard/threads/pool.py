@@ -1,8 +1,8 @@
 """`Pool`: an ordered, bounded map over tasks, which threads run beside the training loop.
 
 Results are numbered from 0, in the order in which the consumer takes them. A task makes one result,
-several results, or a part of one. What it makes is fixed when it is drawn. Who calls what, in which
-thread:
+several results, or a part of one. Its results are fixed when it is drawn. The callers of the
+methods, by thread:
 
 * **The consumer** calls ``next``, which starts the threads, waits for the next result and takes it.
 * **A thread of the pool** draws a task (`Tasks.draw`, one thread at a time), runs it (`Task.run`),
@@ -90,7 +90,7 @@ class Tasks(Protocol[R]):
         """Makes waits inside tasks end soon, and returns at once. Any thread may call this."""
 
     def close(self) -> None:
-        """Closes what the tasks use. Called once, after the last task."""
+        """Closes the objects that the tasks use. Called once, after the last task."""
 
 
 class End(NamedTuple):
@@ -406,7 +406,7 @@ class Pool(Producer[T]):
         try:
             self._start_more()
             self._contexts.run(self._work, rank)
-        except BaseException as error:  # an error of this package: those of tasks are results
+        except BaseException as error:  # an error of this package: errors of tasks are results
             with self._lock:
                 self._results.put_end(Raised.of(error))
                 self._draw_no_more()

@@ -108,8 +108,8 @@ def data_parallel_train_step(
     """Runs one training step for linen or plain parameters, compiled once for all devices.
 
     Leaves that are not on a mesh yet are placed first: the batch is sharded over the data axis, and
-    state and rngs are replicated. The mesh is that of the leaves already placed, else the mesh of
-    `jax.set_mesh`, else a new mesh over all devices. On Explicit axes, too, the compiler chooses
+    state and rngs are replicated. The mesh is the mesh of the leaves already placed, else the mesh
+    of `jax.set_mesh`, else a new mesh over all devices. On Explicit axes, too, the compiler chooses
     the shardings inside the step. The new state keeps the sharding of the old state.
 
     The compiled step is kept for each of the last 32 pairs (`loss_fn`, `optimizer`). So define both

@@ -183,7 +183,7 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """Returns batch sizes for a chip: those of the library datarax, or computed from peak rates.
+    """Returns batch sizes for a chip, from the library datarax or computed from peak rates.
 
     If they are computed, `roofline_batch_size` gives the critical size. The minimum is a quarter of
     it, rounded up to a multiple of 8, the height of a TPU's smallest tile. At this size a matrix

@@ -140,7 +140,7 @@ def place_nnx_state_on_shards(
         if not group and filter_ not in (..., True) and not isinstance(filter_, type):
             raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
         sharding = rule if isinstance(rule, Sharding) else named_sharding(mesh, rule)
-        # All leaves of the group get this sharding. The default keeps that of this turn.
+        # All leaves of the group get the sharding of this turn, which the default argument keeps.
         placed.append(_placed(group, lambda *_, sharding=sharding: sharding))
     return nnx.merge_state(*placed)
 

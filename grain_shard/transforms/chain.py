@@ -108,10 +108,10 @@ def shard_to(
         max_bad_records: The limit of bad records with "mask"; above it the run ends. A whole number
             is a count. A fraction is a share of the records that a host has read. Fewer than 1,000
             records count as 1,000.
-        rows: What a stream (`IterDataset`) yields on each host. It is required on several hosts,
-            except for a stream of `from_iterable` that was given `rows`. "global": every host
-            yields the same whole batches. "local": each host yields the rows of its own devices,
-            from its own slice of the source (see `ShardByMesh`).
+        rows: The rows that a stream (`IterDataset`) yields on each host. It is required on several
+            hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
+            host yields the same whole batches. "local": each host yields the rows of its own
+            devices, from its own slice of the source (see `ShardByMesh`).
         timeout_s: On several hosts, seconds that a host waits for another host, or for its own
             data, before it raises an error. It waits ten times as long for a host whose training
             loop is busy elsewhere.

@@ -30,8 +30,8 @@ class DevicePut(Settings, Stage):
     """Places this host's rows on its devices, as shards of global arrays, ahead of their use.
 
     Background threads make the batches on the host, and then place them on the devices. Over a
-    `MapDataset`, several threads or worker processes make the batches. The attributes are those of
-    `Settings`.
+    `MapDataset`, several threads or worker processes make the batches. See `Settings` for the
+    attributes.
 
     Example:
         >>> import grain, jax
