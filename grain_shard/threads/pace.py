@@ -169,9 +169,9 @@ class ReadPace:
     side by side, while a read that takes less time than the start of a thread runs alone. After
     these first reads `ThreadCount` decides the number.
 
-    The rate of a window is computed by Little's law: the average number of unfinished reads,
-    divided by the time that one record takes. A count of the records that were completed in the
-    window would be far off if many long reads end at the same time.
+    The rate of a window is computed by Little's law: the mean number of unfinished reads, divided
+    by the time that one record takes. A count of the records that were completed in the window
+    would be far off if many long reads end at the same time.
 
     Args:
         fixed: The number of threads; None to adapt the number.
@@ -235,10 +235,7 @@ class ReadPace:
             self._window = self._new_window(now)
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """Notes that a thread has finished a task.
-
-        The first tasks lead to the first decision on the number of threads. After that, each window
-        of tasks leads to the next decision.
+        """Notes that a thread has finished a task, and may change the number of threads.
 
         Args:
             start: Time at which the task began, in seconds, by `time.perf_counter`.
@@ -260,28 +257,41 @@ class ReadPace:
         if not self._is_decided:
             self._add_first(per_record_s, processor_s / size)
             self._changed = now
-            return
-        if start < self._changed:
-            return  # the task began with another number of threads, so it does not count
-        if self._window is None:  # a whole task had the present number of threads
+        elif start >= self._changed:  # else the task began with another number of threads
+            self._add(now, now - start, size)
+
+    def _add(self, now: float, wall_s: float, size: int) -> None:
+        """Adds a task to the window. If the window is then over, the number of threads may change.
+
+        Args:
+            now: Time at which the task ended.
+            wall_s: Seconds that the task took.
+            size: Number of records of the task.
+        """
+        window = self._window
+        if window is None:  # a whole task had the present number of threads
             self._window = self._new_window(now)
             return
-        window = self._window
-        window.wall_s += now - start
+        window.wall_s += wall_s
         window.records += size
         window.tasks += 1
-        seconds = now - window.start
-        if not self._is_over(window, seconds):
+        if window.tasks < self.threads:
             return
-        threads_before = self.threads
+        seconds = now - window.start
+        cores = (self._process_time() - window.process_start) / max(seconds, 1e-9)
+        # If all threads wait, a longer window would show nothing new.
+        if not window.wall_s or (seconds < self._window_s and cores >= _IDLE_CORES):
+            return
+        # Little's law: (mean number of unfinished reads) / (seconds that a record takes).
+        rate = window.active_s / seconds * window.records / window.wall_s
+        self.count.decide(Window(rate, cores, starved=window.starved_s / seconds))
         self._window_s = min(2 * self._window_s, _WINDOW_S)
-        self.count.decide(self._measured(window, seconds))
-        self.threads = self.count.threads
-        # After a change, the next window begins once that number of threads read: new threads take
-        # a while to start, and threads that should rest may still read.
-        self._window = self._new_window(now) if self.threads == threads_before else None
-        if self.threads != threads_before:
-            self._changed = now
+        if self.threads == self.count.threads:
+            self._window = self._new_window(now)
+        else:
+            # The next window begins once that number of threads read: new threads take a while to
+            # start, and threads that should rest may still read.
+            self._window, self._changed, self.threads = None, now, self.count.threads
 
     def _add_first(self, wall_s: float, processor_s: float) -> None:
         """Adds one of the first reads, which ran side by side; after the last one, decides.
@@ -318,20 +328,6 @@ class ReadPace:
                 window.active_s += passed * self._active
                 window.starved_s += passed * (self._waiting > 0)
             self._waiting += more
-
-    def _is_over(self, window: _Sums, seconds: float) -> bool:
-        if window.tasks < self.threads or not (seconds and window.wall_s):
-            return False  # too few tasks, or a coarse clock that has not moved
-        # If all threads wait, more time would show nothing new.
-        is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
-        return is_idle or seconds >= self._window_s
-
-    def _measured(self, window: _Sums, seconds: float) -> Window:
-        return Window(
-            rate=window.active_s / seconds * window.records / window.wall_s,
-            cores=(self._process_time() - window.process_start) / seconds,
-            starved=window.starved_s / seconds,
-        )
 
 
 class _Sums:
