@@ -189,17 +189,13 @@ AT_BUILD = {
         f"{call} cannot follow .shard_to, which ends the pipeline of all hosts.": (
             lambda then=then: then(numbered(8, 4).shard_to(data_mesh(4))),
             "mesh:   data=4",
-            f"{instead} before .shard_to. (Call a function of batches in the loop.)",
+            f"{instead} before .shard_to.",
         )
         for call, then, instead in [
             (".batch", lambda ds: ds.batch(2), "call .batch(global_batch_size), once,"),
-            (".seed", lambda ds: ds.seed(5), "call .seed(s) above .shuffle, and so"),
+            (".seed", lambda ds: ds.seed(5), "call .seed(s).shuffle()"),
             (".filter", lambda ds: ds.filter(bool), "filter the records in grain_shard.feeds"),
-            (
-                ".shuffle",
-                lambda ds: ds.shuffle(seed=1),
-                "call .seed(s).shuffle() above .batch, and so",
-            ),
+            (".shuffle", lambda ds: ds.shuffle(seed=1), "call .seed(s).shuffle()"),
             (".repeat", lambda ds: ds.repeat(3), "loop over ds.epochs(n), or call .repeat(n)"),
             ("[...]", lambda ds: ds[1:], "call seek(step) of an iterator, or slice the dataset"),
         ]
@@ -451,17 +447,17 @@ AT_FIRST_BATCH = {
     "batch: the batch is a ndarray, but only a dict can hold the mask.": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'turn records into dicts with .map before .batch, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop" to .shard_to and PadToDivisible. (Without a mask, padding would count in every mean.)',
     ),
     "batch[1]: the keys of the batch are not strings, so JAX cannot sort the mask's key among them.": (
         lambda: records(lambda i: {1: i}).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'give records string keys in .map, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'give records string keys in .map, or pass mask_key=None with remainder="drop" to .shard_to and PadToDivisible. (Without a mask, padding would count in every mean.)',
     ),
     "batch['valid_mask']: the batch already has a leaf 'valid_mask', and mask_key gives the mask this name.": (
         lambda: records(lambda i: {"valid_mask": i}).shard_to(data_mesh(4)),
         "leaf:   int64[4]   mesh: data=4",
-        'pass another mask_key, or pass (to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)',
+        'pass another mask_key, or pass mask_key=None with remainder="drop" to .shard_to and PadToDivisible. (Without a mask, padding would count in every mean.)',
     ),
     "batch: the batch has no leaf with a leading axis.": (
         lambda: stream(grain.MapDataset.range(8).map(lambda i: {"x": i})).shard_to(data_mesh(4)),

@@ -29,7 +29,7 @@ class Recovery:
 
     masks = False
 
-    def reads_again(self, error: Exception) -> bool:
+    def may_repair(self, error: Exception) -> bool:
         """Returns whether smaller calls may repair a failed call for several elements.
 
         If this returns False, the error counts even if smaller calls read all elements.

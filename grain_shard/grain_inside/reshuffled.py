@@ -19,8 +19,8 @@ from grain_shard.grain_inside.routes import below_mixture
 _FIRST = 1000
 
 
-class _Below(enum.Enum):
-    """The indices of its parents that a node reads in its second epoch."""
+class _SecondEpoch(enum.Enum):
+    """The indices that a node reads from its parents in its second epoch."""
 
     SAME = "the indices of the first epoch"
     NEXT = "the same indices, in the parents' next epoch"
@@ -45,37 +45,37 @@ def reshuffled_slice(ds: Any, in_epochs: bool, num_slices: int) -> grain.MapData
         is_share = len(parent) // num_slices <= len(ds) <= -(-len(parent) // num_slices)
         if not is_share and _is_reordered(parent):
             return ds
-    in_epochs = in_epochs and _below(ds) is not _Below.SAME
-    found = (reshuffled_slice(below, in_epochs, num_slices) for below in nodes.made_of(ds))
+    in_epochs = in_epochs and _second_epoch(ds) is not _SecondEpoch.SAME
+    found = (reshuffled_slice(made_of, in_epochs, num_slices) for made_of in nodes.made_of(ds))
     return next((node for node in found if node is not None), None)
 
 
 def _is_reordered(ds: Any) -> bool:
     """Returns whether the first indices of a dataset stand for other records in each epoch."""
-    below = _below(ds)
-    if below is _Below.NEXT:
+    second = _second_epoch(ds)
+    if second is _SecondEpoch.NEXT:
         return any(map(_is_reordered, ds.parents))
-    return below is _Below.OTHER
+    return second is _SecondEpoch.OTHER
 
 
-def _below(ds: Any) -> _Below:
-    """Returns the elements that the second epoch of a node reads from its parents."""
+def _second_epoch(ds: Any) -> _SecondEpoch:
+    """Returns how the second epoch of a node compares with its first epoch."""
     if type(ds) is nodes.REPEAT:
-        return _Below.NEXT if getattr(ds, "_reseed_each_epoch", True) else _Below.SAME
+        return _SecondEpoch.NEXT if getattr(ds, "_reseed_each_epoch", True) else _SecondEpoch.SAME
     if type(ds) in nodes.SHUFFLES:
-        return _Below.OTHER
+        return _SecondEpoch.OTHER
     if not isinstance(ds, grain.MapDataset):
-        return _Below.NEXT
+        return _SecondEpoch.NEXT
     indices = np.arange(min(len(ds), _FIRST))
     # Where the elements of the first and the second epoch come from: the parents, and the indices
     # in them.
     now, later = below_mixture(ds, indices), below_mixture(ds, indices + len(ds))
     if now is None or later is None:  # not a mixture: an epoch reads an epoch of the parents
-        return _Below.NEXT
+        return _SecondEpoch.NEXT
     if np.array_equal(now, later):
-        return _Below.SAME
+        return _SecondEpoch.SAME
     # A mixture that does not reach the end of a dataset in one epoch goes on there in the next, so
     # it reads other indices.
     lengths = np.array([len(parent) for parent in ds.parents])
     in_order = np.array_equal((now[0], now[1] + lengths[now[0]]), later)
-    return _Below.NEXT if in_order else _Below.OTHER
+    return _SecondEpoch.NEXT if in_order else _SecondEpoch.OTHER

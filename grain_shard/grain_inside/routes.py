@@ -275,7 +275,8 @@ class Route:
         """Reads elements in one call. If the call fails, searches for the element that failed.
 
         The error of a call does not name the element. So a failed call is replaced by two calls,
-        each for half of the elements, until a call succeeds or asks for one element.
+        each for half of the elements, until a call succeeds or asks for one element. For example,
+        if element 5 of 8 fails: 0-7 fails, 0-3 succeeds, 4-7 fails, 4-5 fails, 4 succeeds, 5 fails.
 
         Returns:
             The elements, up to the first `Unreadable` unless the recovery masks. If smaller calls
@@ -292,16 +293,14 @@ class Route:
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
             return [recovery.recovered(failures.pop(), again)]
-        if recovery.reads_again(failures[0]):
-            failures.clear()  # smaller calls may repair this error
+        may_repair = recovery.may_repair(failures[0])
         half = len(indices) // 2
         found = [*self._many(read, indices[:half], recovery)]
         try:
             # Go on unless the first half ended early, or with a failure that is not masked.
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
-            # Not repaired, although the calls for both halves have succeeded.
-            if failures and type(found[-1]) is not Unreadable:
+            if not may_repair and type(found[-1]) is not Unreadable:  # both halves have succeeded
                 return [Unreadable(failures.pop(), among=len(indices))]
             return found
         finally:

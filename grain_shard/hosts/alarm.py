@@ -5,8 +5,9 @@ that one host has failed, and would wait for it in the next collective, which Py
 interrupt. So a host whose iterator raises an error tells the other hosts, through the `Listener` of
 its process, and their iterators raise an error as well.
 
-A process that ends tells the others how many batches its training loops received. This stops a host
-that received more batches of the same iterator, and no other host.
+A process that ends tells the others how many batches its training loops received. If the loop of
+another host has received more batches of the same iterator, that host stops all hosts. Otherwise
+nothing stops.
 
 A training loop that is already blocked in a collective does not call `next` again. Its process
 prints the stacks of its threads and ends. With GRAIN_SHARD_END_PROCESS=0, for notebooks and

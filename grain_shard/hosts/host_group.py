@@ -73,7 +73,8 @@ class HostGroup:
         self._alarm: Alarm | None = None
         self._listener: Listener | None = None
         self._agreed: str | None = None  # the result of `compare`
-        self._saves, self._is_closed = 0, False
+        self._saves = 0  # number of saves begun, the same on all hosts; see `new_save`
+        self._is_closed = False
         # For `waits`: the number of retries, and how long the loop had waited at the last of them.
         self._retried, self._retried_at_s = 0, 0.0
 

@@ -142,7 +142,7 @@ class RandomAccess(HostBatches):
         batching, settings = self._batching.beginning_at(start), self._settings
         total, faults = batching.num_batches(), Faults(settings.fault_rules)
         indices = range(start.step, total)
-        reads: Callable[[], ReadThreads] = ReadThreads  # "not measured", if others read
+        reads: Callable[[], ReadThreads] = ReadThreads  # "not measured" for workers, executors
         if settings.executor is not None:
             tasks = ExecutorBatches(settings.executor, batching, indices, faults)
             batches = self._from_executor(tasks, batching, start.step)

@@ -166,8 +166,8 @@ class Run:
         except StopIteration:
             pass  # the end of this host's batches comes in a later `next`
         except BaseException as error:
-            # So does the error of a later batch: the first batch can be compared without it. Any
-            # other error ends this call.
+            # The error of a later batch comes in a later `next`, too: the first batch can be
+            # compared without it. Any other error, such as an interrupt, ends this call.
             if error is not self._batches.known().end:
                 raise
         record.run()  # reads the record if no thread of the batches has read it

@@ -194,11 +194,11 @@ class ShardedDataset(grain.IterDataset):
 
     def seed(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: no transformation before ``.shard_to`` would see the seed."""
-        self._refuse_regrouping(".seed", "call .seed(s) above .shuffle, and so")
+        self._refuse_regrouping(".seed", "call .seed(s).shuffle()")
 
     def shuffle(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: records are shuffled before they are batched."""
-        self._refuse_regrouping(".shuffle", "call .seed(s).shuffle() above .batch, and so")
+        self._refuse_regrouping(".shuffle", "call .seed(s).shuffle()")
 
     def repeat(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: `epochs` repeats the batches of random access."""
@@ -231,7 +231,7 @@ class ShardedDataset(grain.IterDataset):
         raise ShardingError(
             f"{method} cannot follow .shard_to, which ends the pipeline of all hosts.",
             mesh_axes=self.shardings.mesh_axes,
-            remedy=f"{instead} before .shard_to. (Call a function of batches in the loop.)",
+            remedy=f"{instead} before .shard_to.",
         )
 
     def _refuse_workers(self) -> NoReturn:

@@ -252,7 +252,7 @@ class Faults(Recovery):
     def _is_named(self, error: BaseException) -> bool:
         return isinstance(error, self._retries.on)
 
-    def reads_again(self, error: Exception) -> bool:
+    def may_repair(self, error: Exception) -> bool:
         if not self._retries.times or not self.may_heal(error):
             return self.masks
         self._require_source(error)

@@ -33,7 +33,7 @@ REMAINDER = "remainder"  # the name of the option, in states and in messages
 SHORT_REMEDY = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
 # The end of a remedy, for a user who does without the mask.
 _NO_MASK = (
-    '(to .shard_to and PadToDivisible) mask_key=None with remainder="drop". (Without a mask,'
+    'mask_key=None with remainder="drop" to .shard_to and PadToDivisible. (Without a mask,'
     " padding would count in every mean.)"
 )
 

@@ -57,7 +57,7 @@ def mix(
         raise ShardingError("mix got no dataset.", remedy="pass at least one grain.MapDataset.")
     schedule = WeightSchedule(weights, len(datasets))
     for i, ds in enumerate(datasets):
-        if len(ds) == 0 and any(weights[i] for _, weights in schedule.weights):
+        if len(ds) == 0 and any(at_step[i] for _, at_step in schedule.weights):
             raise ShardingError(
                 f"dataset {i} of the mixture, {ds}, is empty.",
                 remedy="check the source of this dataset, or leave the dataset out.",

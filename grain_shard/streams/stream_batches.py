@@ -76,7 +76,10 @@ class StreamBatches:
         self.position = StreamsPosition(self.position.step, states, self._joiner.learned)
 
     def join(self, turns: Sequence[Turn]) -> list[tuple[Batch, StreamsPosition]]:
-        """Makes the next batch of one turn of each stream.
+        """Makes the next batch of one turn of each stream, and advances the position.
+
+        The position also has the facts that the joiner has learned from the batches so far, such as
+        the rows of a full batch.
 
         Returns:
             [(batch, position after it)]; [] if the batch is left out.
@@ -101,7 +104,7 @@ class StreamBatches:
             return []
         states = {turn.number: turn.state for turn in turns}
         self.position = StreamsPosition(self.position.step + 1, states, self._joiner.learned)
-        self._first_record.run()
+        self._first_record.run()  # reads the record once, with the first batch
         return [(batch, self.position)]
 
     def first_digest(self) -> str:

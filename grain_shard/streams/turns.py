@@ -104,7 +104,8 @@ class _TurnTasks(Tasks[T], Generic[T]):
         self._taken: dict[int, list[Turn | Raised]] = {}
         self._next = 0  # number of the next turns to join
         self._left_out = 0  # number of turns of each stream that made no result
-        self._joining = False  # True while a result is made, and after an error or the end
+        self._is_joining = False  # True while a thread makes a result
+        self._is_over = False  # True after an error or the end: no further result is made
 
     def draw(self, limit: int) -> Task[T] | None:
         with self._lock:
@@ -134,8 +135,9 @@ class _TurnTasks(Tasks[T], Generic[T]):
                 self._busy.discard(reader)
             self._taken.setdefault(number, []).append(turn)
         while (turns := self._next_turns()) is not None:
-            # `_next_turns` has set `_joining`, so no other thread changes `_next` and `_left_out`.
-            # Results are numbered without the turns that made none.
+            # `_next_turns` has set `_is_joining`: no other thread changes `_next` and `_left_out`.
+            # Results are numbered without the turns that made none: if the turns 0 and 2 make
+            # results, and the turns 1 make none, the results are 0 and 1.
             result_number = self._next - self._left_out
             results = list[T | Raised]()  # one result, or none if it is left out
             try:
@@ -147,8 +149,8 @@ class _TurnTasks(Tasks[T], Generic[T]):
             with self._lock:
                 self._next += 1
                 self._left_out += not results
-                # It stays True after an error or the end: no further result is made.
-                self._joining = any(isinstance(result, Raised) for result in results)
+                self._is_over = any(isinstance(result, Raised) for result in results)
+                self._is_joining = False
             while results:  # `pop` drops the reference to a batch
                 yield result_number, results.pop()
 
@@ -163,9 +165,10 @@ class _TurnTasks(Tasks[T], Generic[T]):
         with self._lock:
             turns = self._taken.get(self._next, [])
             failed = any(isinstance(turn, Raised) for turn in turns)
-            if self._joining or not (failed or len(turns) == len(self._drawn)):
+            is_complete = failed or len(turns) == len(self._drawn)
+            if self._is_joining or self._is_over or not is_complete:
                 return None
-            self._joining = True
+            self._is_joining = True
             return self._taken.pop(self._next)
 
     def stop(self) -> None:

@@ -96,27 +96,27 @@ class ThreadCount:
         if window.starved < _FED:
             # The consumer was slower than the threads, so the rate was the rate of the consumer.
             self._before, self._rate = None, 0.0
-        elif self._before is not None and not self._helped(*self._before, window.rate):
-            pass  # `_helped` has already taken the attempt back
-        else:
-            self._settle(window.rate)
-            if self._rest:
-                self._rest -= 1
-            elif not self._is_other:
-                self._try(all_wait=window.cores < _IDLE_CORES)
+            return
+        if self._before is not None and not self._keeps(*self._before, window.rate):
+            return
+        self._settle(window.rate)
+        if self._rest:
+            self._rest -= 1
+        elif not self._is_other:
+            self._try(all_wait=window.cores < _IDLE_CORES)
 
-    def _helped(self, threads: int, rate: float, spread: float, now: float) -> bool:
-        """Returns True if the last attempt helped. Otherwise takes it back.
+    def _keeps(self, threads: int, rate: float, spread: float, new_rate: float) -> bool:
+        """Judges an attempt: returns True if it helped, and otherwise takes it back.
 
         Args:
             threads: Number of threads before the attempt.
             rate: Mean rate of the windows before the attempt.
             spread: Mean distance of those windows from that rate.
-            now: Rate of the window with the attempt.
+            new_rate: Rate of the window with the attempt.
         """
         self._before, self._rate = None, 0.0
         enough = _GAIN * rate + spread if self.threads > threads else _LOSS * rate
-        if now >= enough:
+        if new_rate >= enough:
             self._next_rest = _REST
             return True
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)

@@ -156,11 +156,11 @@ class Pool(Producer[T]):
         # Reentrant, because the garbage collector may call `stop` in a thread that holds it.
         self._lock = threading.RLock()
         self._one_draws = threading.Lock()
-        # The conditions, by what notifies them. The next result is here; any result is here, or a
-        # task has ended.
-        self._came, self._changed = threading.Condition(self._lock), threading.Condition(self._lock)
-        # More results may begin, or a task has ended; more threads should work.
-        self._room, self._more = threading.Condition(self._lock), threading.Condition(self._lock)
+        # `_draw_no_more` notifies all four conditions.
+        self._came = threading.Condition(self._lock)  # the next result is here
+        self._changed = threading.Condition(self._lock)  # a result is here; a task, thread ended
+        self._room = threading.Condition(self._lock)  # more results may begin, or a task has ended
+        self._more = threading.Condition(self._lock)  # more threads should work
         _pools.add(self)
 
     # The consumer

@@ -36,7 +36,7 @@ def place_model_state_on_shards(
               divides, or replicated if there is no such dim. The mesh axis is "fsdp" if the mesh
               has it, else "data" or the only axis.
             - A dict from paths to `PartitionSpec`. A path is the keys of a leaf joined by "/"
-              (``"params/Dense_0/kernel"``), or the last of these keys. So ``"Dense_0/kernel"``
+              (``"params/Dense_0/kernel"``), or only some of the last keys: ``"Dense_0/kernel"``
               also matches the optimizer's moments of that kernel. If several paths match a leaf,
               the longest counts. If none matches, the leaf is replicated. A spec longer than a
               leaf's rank is cut.

@@ -51,20 +51,20 @@ class DevicePut(Settings, Stage):
             ShardingError: ``on_bad_record="mask"`` is given, but rows cannot be read one by one,
                 or there is no mask.
         """
-        if self.rows == LOCAL:
+        if self.rows == LOCAL:  # the hosts must agree on the end, as for a stream
             return self(as_stream(ds))
         layout = self.shardings.layout()
         if len(layout.shards) < layout.divisor:  # so this host does not hold all rows
             ds = ds.after(self._of_host(ds.host_rows))
-        settings, rules, batching = self, self.fault_rules, ds.host_rows
+        settings, rules, host_rows = self, self.fault_rules, ds.host_rows
         if rules.masks:
             _check_can_leave_out(ds)
             if layout.amplification > 1:  # several hosts read the same rows
                 settings = replace(self, fault_rules=read_by_several(rules))
         return self._sharded(
             ds,
-            RandomAccess(batching, FirstRecord(ds), settings),
-            lambda: batching.unpadded_sizes[0],
+            RandomAccess(host_rows, FirstRecord(ds), settings),
+            lambda: host_rows.unpadded_sizes[0],
         )
 
     def of_streams(self, ds: StreamDataset) -> ShardedDataset:
@@ -128,8 +128,9 @@ class DevicePut(Settings, Stage):
                 " jax.devices().",
                 jax.process_count(),
             )
-        # With rows="local", this host's source may be a slice, and the slices of all hosts have all
-        # records: such a slice leaks nothing, and is not warned of.
+        # A slice that is shuffled anew in each epoch is rarely right as a validation set: training
+        # records get into it. But with rows="local" it may be this host's equal share of the
+        # records, which is right: the shares of all hosts have all records.
         num_slices = layout.divisor // len(layout.shards) if host.rows == LOCAL else 1
         warn_of_reshuffled_slice(ds, num_slices=num_slices)
         return ShardedDataset(ds, host, self, records_per_batch)
