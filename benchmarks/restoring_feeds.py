@@ -19,10 +19,13 @@ import grain
 import numpy as np
 
 import grain_shard
+from benchmarks import peers
 from benchmarks.measure import Goal, Group, Round, Run, alone
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.hosts.state_files import read_state, write_state
+from grain_shard.iteration.settings import Settings
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.state_json import sealed
 from grain_shard.streams.host_streams import HostStreams
 
@@ -37,7 +40,8 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
 
 def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostStreams:
     rows = ds.host_rows.of_host(layouts[host])
-    return HostStreams(rows, saved_feeds=rows.to_save(layouts, host))
+    settings = Settings(ShardingTree.of(peers.data_mesh()))
+    return HostStreams(rows, settings, saved_feeds=rows.to_save(layouts, host))
 
 
 def state_of(host: HostStreams) -> dict[str, Any]:

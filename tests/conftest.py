@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import private_names
 from grain_shard.grain_inside.private_names import PRIVATE_NAMES
-from grain_shard.reading import batch_reads, faults, first_record
-from grain_shard.threads import pool
+from grain_shard.reading import faults, first_record
+from grain_shard.threads import pace, pool
 
 HANG_S = 60  # seconds after which a wait counts as a hang
 HOSTS_S = 600  # and hosts, or a program: a busy machine takes a minute or two to start one
@@ -106,8 +106,8 @@ def workers_are_forks(request, monkeypatch):
 @pytest.fixture
 def one_record_at_a_time(monkeypatch):
     """Records that are read one by one are not read several by one thread, fast as they are."""
-    monkeypatch.setattr(batch_reads, "_LONGEST_READ_S", 0.0)
-    monkeypatch.setattr(batch_reads, "_READ_S", 0.0)
+    monkeypatch.setattr(pace, "_LONGEST_TASK_S", 0.0)
+    monkeypatch.setattr(pace, "_TASK_S", 0.0)
     monkeypatch.setattr(first_record, "SOURCE", None)  # no record is read to compare sources
 
 

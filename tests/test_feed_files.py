@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import BatchLayout, StateError
+from grain_shard import BatchLayout, ShardingTree, StateError
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
+from grain_shard.iteration.settings import Settings
 from grain_shard.state_json import sealed
 from grain_shard.streams.host_streams import HostStreams
 from tests.conftest import data_mesh
@@ -41,7 +42,8 @@ def opened(call, reading):
 
 
 def host_of(rows, layouts, host):
-    return HostStreams(rows, saved_feeds=rows.to_save(layouts, host))
+    settings_of_hosts = Settings(ShardingTree.of(data_mesh(1)))
+    return HostStreams(rows, settings_of_hosts, saved_feeds=rows.to_save(layouts, host))
 
 
 def hosts_of(ds, shards_of_hosts, divisor):

@@ -113,6 +113,25 @@ def test_it_rests_the_longer_the_more_often_nothing_helped():
     assert gaps == [5, 8, 14, 26, 50, 66]
 
 
+@pytest.mark.parametrize(
+    ("threads", "seconds_per_record", "at_a_time"),
+    [
+        (1, None, 1),  # no record was read yet
+        (1, 1e-5, 400),  # as many as take 4 ms
+        (1, 1e-4, 256),  # or a batch
+        (16, 1e-3, 16),  # or the thread's share of one
+        (16, 5e-3, 8),  # but no more than take 40 ms
+        (16, 1.0, 1),
+        (128, 1e-3, 4),
+        (512, 5e-3, 1),
+    ],
+)
+def test_how_many_records_a_task_reads(threads, seconds_per_record, at_a_time):
+    pace = ReadPace(threads, most=512)
+    pace.seconds_per_record = seconds_per_record
+    assert pace.at_a_time(256) == at_a_time
+
+
 class Clock:
     """A pace whose reads begin and end when the test says so."""
 

@@ -20,6 +20,8 @@ from grain_shard.threads.pace import ReadPace
 from grain_shard.threads.pool import Pool
 from tests.conftest import HANG_S, data_mesh, wait
 
+pytestmark = pytest.mark.usefixtures("one_record_at_a_time")  # a task takes one turn
+
 
 class Stream:
     """A stream whose turn k is the number k; `before` is called inside each turn."""
@@ -46,10 +48,14 @@ def rows_of(turns):
 
 
 def pool_of(streams, join=rows_of, size=3):
-    turns = SimpleNamespace(readers=streams, close=lambda: None)
-    tasks = _TurnTasks(turns, join, StreamReads(Faults(FAIL_AT_ONCE)))
     pace = ReadPace(len(streams))
+    tasks = tasks_of(streams, join, pace)
     return contextlib.closing(Pool(tasks, size, name="grain-shard-test", pace=pace))
+
+
+def tasks_of(streams, join, pace):
+    turns = SimpleNamespace(readers=streams, close=lambda: None)
+    return _TurnTasks(turns, join, StreamReads(Faults(FAIL_AT_ONCE)), pace)
 
 
 def joined(streams, turns):
@@ -65,6 +71,16 @@ def test_each_result_has_a_turn_of_each_stream_in_their_order(num_streams):
 
     with pool_of([Stream(k, before) for k in range(num_streams)]) as pool:
         assert list(pool) == joined(num_streams, range(10))
+
+
+def test_a_task_takes_turns_with_the_same_number_of_as_many_streams_as_are_free(monkeypatch):
+    pace = ReadPace(2)
+    monkeypatch.setattr(pace, "at_a_time", lambda streams: 3)
+    tasks = tasks_of([Stream(k) for k in range(5)], rows_of, pace)
+    first, second, third = (tasks.draw(limit=1) for _ in range(3))
+    assert (first.size, second.size, third) == (3, 2, None)  # there is no room for a second result
+    assert [*first.run(), *second.run()] == [(0, joined(5, [0])[0])]
+    assert tasks.draw(limit=2).size == 3
 
 
 def test_all_streams_are_read_at_once():

@@ -30,12 +30,6 @@ from grain_shard.trees import Batch
 # a call for 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls
 # gain little.
 _RECORDS_PER_CALL = 1024
-# If records are read one by one, a task takes as many records as it can read in _READ_S seconds.
-# Shorter tasks would cost too much: a task costs 100 us of processor time. A task takes an equal
-# share of a batch for each thread if that is more, but no more than it can read in _LONGEST_READ_S
-# seconds. In a longer task, slow records would wait for each other, although other threads could
-# read them.
-_READ_S, _LONGEST_READ_S = 4e-3, 40e-3
 # The indices of several batches are computed together, up to this many records: a shuffle of 4096
 # indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms.
 _RECORDS_AHEAD = 4096
@@ -104,12 +98,9 @@ class BatchReads(Tasks[tuple[Batch, Progress]]):
     def _records_at_a_time(self) -> int:
         """Returns the largest number of records for the next task."""
         if not self._reads_many:
-            seconds = self._pace.seconds_per_record
-            if not seconds or self._template is None:
-                return 1
-            share = min(self._batch_size // self._pace.threads, int(_LONGEST_READ_S / seconds))
-            in_time = max(share, int(_READ_S / seconds))
-            return max(1, min(in_time, self._template.rows_at_a_time))
+            # Rows of a size that is not known yet are read one at a time.
+            fitting = 1 if self._template is None else self._template.rows_at_a_time
+            return min(self._pace.at_a_time(self._batch_size), fitting)
         # A call for many records costs less per record. So each thread's call gets an equal share
         # of the whole buffer. If the share is a batch or more, the first calls are smaller, for a
         # fast first batch: one batch, then twice as many batches each time.

@@ -10,12 +10,13 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.iteration.settings import Settings
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.first_record import FirstRecord
 from grain_shard.reading.from_iterable import require_new_pass
 from grain_shard.reading.padding import Padding
 from grain_shard.streams.position import StreamsPosition
-from grain_shard.streams.stream_batches import Joined, StreamBatches, StreamOptions
+from grain_shard.streams.stream_batches import Joined, StreamBatches
 from grain_shard.streams.stream_rows import StreamRows
 from grain_shard.streams.streams import ENDED, StreamReads
 from grain_shard.streams.turns import Turns, TurnsOfWorkers
@@ -32,7 +33,7 @@ class HostStreams(HostBatches):
 
     Args:
         stream_rows: The streams, and how their turns become batches of this host's rows.
-        options: The options with which the streams run.
+        settings: The options of `shard_to`.
         rows: The rows that the streams yield on each of several hosts; see `HostBatches`.
         saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
@@ -42,13 +43,13 @@ class HostStreams(HostBatches):
     def __init__(
         self,
         stream_rows: StreamRows,
-        options: StreamOptions = StreamOptions(),  # noqa: B008 (it is frozen)
+        settings: Settings,
         rows: str = GLOBAL,
         saved_feeds: Sequence[int] | None = None,
     ):
-        self._stream_rows, self._options = stream_rows, options
+        self._stream_rows, self._settings = stream_rows, settings
         self.kind, self.rows = stream_rows.streams.kind, rows
-        self.keeps_streams = not options.num_workers
+        self.keeps_streams = not settings.num_workers
         self.padding = stream_rows.padding or Padding(1)
         of_padding = {} if stream_rows.padding is None else stream_rows.padding.fingerprint()
         self.fingerprint = {**stream_rows.streams.fingerprint, **of_padding}
@@ -63,20 +64,21 @@ class HostStreams(HostBatches):
 
     def open(self, position: StreamsPosition | None) -> Opened:
         let_grain_read_its_flags()  # an .mp_prefetch in a stream reads them
-        stream_rows, options = self._stream_rows, self._options
-        faults = Faults(options.fault_rules)
+        stream_rows, settings = self._stream_rows, self._settings
+        size, num_workers = settings.cpu_buffer_size, settings.num_workers
+        faults = Faults(settings.fault_rules)
         maker = StreamBatches(stream_rows, faults, position, self.first_record)
         reads = StreamReads(
-            faults, options.num_threads, rows=stream_rows.rows_in_turn, batches=options.buffer_size
+            faults, settings.num_threads, rows=stream_rows.rows_in_turn, batches=size
         )
-        if options.num_workers:
-            turns = TurnsOfWorkers(stream_rows.streams, reads, maker.states, options.num_workers)
+        if num_workers:
+            turns = TurnsOfWorkers(stream_rows.streams, reads, maker.states, num_workers)
             # Worker processes have a buffer of their own. So only one batch waits here.
             batches = mapped(lambda item: item, Joined(maker, turns), size=1, name=THREAD)
         else:
             turns = Turns(stream_rows.streams, reads, maker.states)
             maker.opened(turns.pickled_states())
-            batches = turns.pool(maker.join, size=options.buffer_size, name=THREAD)
+            batches = turns.pool(maker.join, size=size, name=THREAD)
         digest = maker.first_digest
         return Opened(maker.position, batches, first_digest=digest, faults=faults.counts)
 
@@ -84,7 +86,7 @@ class HostStreams(HostBatches):
         require_new_pass(self._first_stream)
 
     def first(self) -> Batch:
-        return self._stream_rows.first(self._options.fault_rules)
+        return self._stream_rows.first(self._settings.fault_rules)
 
     def next_batch(self, position: StreamsPosition) -> Mapping[str, Any]:
         return {"next batch": position.step}

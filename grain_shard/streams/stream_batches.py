@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grain
@@ -18,27 +17,6 @@ from grain_shard.streams.streams import StreamReads, Turn
 from grain_shard.streams.turns import Turns, TurnsOfWorkers
 from grain_shard.threads.producer import Producer
 from grain_shard.trees import Batch
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """The options with which a host reads its streams.
-
-    Attributes:
-        num_threads: Number of threads that run feeds, in this process or in each worker process.
-            None adapts the number while they run. For a user's stream, the limit for the threads of
-            its ``.to_iter_dataset``.
-        num_workers: Number of worker processes that run the streams. 0 runs them in this process.
-        buffer_size: The maximum number of batches that wait on the host or are unfinished. With
-            worker processes there may be one more, and at least four, because Grain makes no
-            smaller buffer.
-        fault_rules: The rules for failed reads.
-    """
-
-    num_threads: int | None = None
-    num_workers: int = 0
-    buffer_size: int = 1
-    fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
 
 class StreamBatches:

@@ -1,8 +1,8 @@
 """Takes the turns of a host's streams, in this process or in worker processes.
 
 A turn is the rows that one stream gives to one batch. The streams of a process run side by side:
-each turn is a task of a pool. At most one thread is inside a stream. The stream that has given the
-fewest turns comes first.
+a task of a pool takes a turn of one stream, or of several if turns are short. At most one thread is
+inside a stream. The streams that have given the fewest turns come first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Turns(Producer[list[Turn]]):
             name: Prefix of the names of the threads.
         """
         pace = ReadPace(self._reads.num_threads, most=len(self.readers))
-        return Pool(_TurnTasks(self, join, self._reads), size, name=name, pace=pace)
+        return Pool(_TurnTasks(self, join, self._reads, pace), size, name=name, pace=pace)
 
     def close(self) -> None:
         """Closes all streams, even if closing one of them raises an error.
@@ -89,14 +89,14 @@ class Turns(Producer[list[Turn]]):
 
 
 class _TurnTasks(Tasks[T], Generic[T]):
-    """The turns of the streams as tasks. Each task takes one turn of one stream.
+    """The turns of the streams as tasks. Each task takes one turn of each of some streams.
 
     The turns of a stream are numbered from 0. The turns with the same number make a result
     together. The task that completes them also makes the result.
     """
 
-    def __init__(self, turns: Turns, join: Join[T], reads: StreamReads):
-        self._turns, self._join, self._reads = turns, join, reads
+    def __init__(self, turns: Turns, join: Join[T], reads: StreamReads, pace: ReadPace):
+        self._turns, self._join, self._reads, self._pace = turns, join, reads, pace
         self._lock = threading.Lock()
         self._drawn = dict.fromkeys(turns.readers, 0)  # number of turns drawn, by stream
         self._busy = set[StreamReader]()  # streams that a thread is inside of
@@ -110,13 +110,14 @@ class _TurnTasks(Tasks[T], Generic[T]):
     def draw(self, limit: int) -> Task[T] | None:
         with self._lock:
             free = [reader for reader in self._drawn if reader not in self._busy]
-            reader = min(free, key=self._drawn.__getitem__, default=None)
-            if reader is None or self._drawn[reader] - self._left_out >= limit:
+            number = min((self._drawn[reader] for reader in free), default=limit + self._left_out)
+            if number - self._left_out >= limit:
                 return None
-            self._busy.add(reader)
-            number = self._drawn[reader]
-            self._drawn[reader] = number + 1
-            return _TurnTask(self, reader, number, self._reads.rows)
+            first = [reader for reader in free if self._drawn[reader] == number]
+            readers = first[: self._pace.at_a_time(len(self._drawn))]
+            self._busy.update(readers)
+            self._drawn.update(dict.fromkeys(readers, number + 1))
+            return _TurnTask(self, readers, number, self._reads.rows)
 
     def results_after(
         self, number: int, reader: StreamReader, turn: Turn | Raised
@@ -179,19 +180,19 @@ class _TurnTasks(Tasks[T], Generic[T]):
 
 
 class _TurnTask(Generic[T]):
-    """A turn of one stream."""
+    """The turns with the same number of some streams."""
 
-    size = 1
-
-    def __init__(self, tasks: _TurnTasks[T], reader: StreamReader, number: int, rows: int):
-        self._tasks, self._reader, self._number, self._rows = tasks, reader, number, rows
+    def __init__(self, tasks: _TurnTasks[T], readers: list[StreamReader], number: int, rows: int):
+        self._tasks, self._readers, self._number, self._rows = tasks, readers, number, rows
+        self.size = len(readers)
 
     def run(self) -> Iterator[tuple[int, T | Raised]]:
-        try:
-            turn: Turn | Raised = self._reader.turn(self._rows)
-        except BaseException as error:
-            turn = Raised.of(error)
-        yield from self._tasks.results_after(self._number, self._reader, turn)
+        for reader in self._readers:
+            try:
+                turn: Turn | Raised = reader.turn(self._rows)
+            except BaseException as error:
+                turn = Raised.of(error)
+            yield from self._tasks.results_after(self._number, reader, turn)
 
 
 def _without_error(turns: list[Turn | Raised]) -> list[Turn]:

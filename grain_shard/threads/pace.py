@@ -23,6 +23,12 @@ MOST_THREADS = 128
 # number of threads costs more than a wrong attempt.
 _WINDOW_S = 0.1
 _FIRST_WINDOW_S = _WINDOW_S / 8
+# If records are read one by one, a task takes as many records as it can read in _TASK_S seconds.
+# Shorter tasks would cost too much: a task costs 100 us of processor time. A task takes an equal
+# share of a batch for each thread if that is more, but no more than it can read in _LONGEST_TASK_S
+# seconds. In a longer task, slow records would wait for each other, although other threads could
+# read them.
+_TASK_S, _LONGEST_TASK_S = 4e-3, 40e-3
 # If the loop waits for batches less than this share of the time, the number of threads will do.
 _FED = 0.1
 # If the process keeps fewer processors busy than this, no thread computes: all threads wait.
@@ -218,6 +224,18 @@ class ReadPace:
         """
         self.count.most = most
         self.threads = self.count.threads = min(most, self.threads)
+
+    def at_a_time(self, batch_size: int) -> int:
+        """Returns how many of the next records a task should read, one after the other.
+
+        Args:
+            batch_size: Number of records of a batch.
+        """
+        seconds = self.seconds_per_record
+        if not seconds:
+            return 1
+        share = min(batch_size // self.threads, int(_LONGEST_TASK_S / seconds))
+        return max(1, share, int(_TASK_S / seconds))
 
     def begun(self, now: float) -> None:
         """Notes that a thread begins a task, at a time of `time.perf_counter`.

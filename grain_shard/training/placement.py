@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.settings import Settings
 from grain_shard.reading.from_iterable import from_iterable, said_rows
 from grain_shard.sharding.put import put_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.streams.host_streams import HostStreams
-from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.streams import OneStream
 from grain_shard.streams.whole_rows import WholeRows
 from grain_shard.training import hardware
@@ -136,7 +136,7 @@ def prefetch_to_device(
         source = from_iterable(source, rows=GLOBAL)
     rows = WholeRows(streams=OneStream(source)).with_own_arrays()  # the source may reuse its own
     return ShardedIterator(
-        HostStreams(rows, StreamOptions(buffer_size=cpu_buffer_size)),
+        HostStreams(rows, Settings(target, cpu_buffer_size=cpu_buffer_size)),
         _PutWholeBatch(target),
         device_buffer_size=size,
         group_settings=None,  # this process exchanges no messages with others

@@ -21,7 +21,6 @@ from grain_shard.reading.host_rows import H
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.sources.split import warn_of_reshuffled_slice
 from grain_shard.streams.host_streams import HostStreams
-from grain_shard.streams.stream_batches import StreamOptions
 from grain_shard.streams.stream_dataset import StreamDataset
 from grain_shard.transforms.stage import Stage, as_stream
 
@@ -88,14 +87,9 @@ class DevicePut(Settings, Stage):
         rows = ds.host_rows if yields == LOCAL else self._of_host(ds.host_rows)
         rows = rows.with_own_arrays()
         rows.check_hosts(layouts)
-        options = StreamOptions(
-            self.num_threads,
-            self.num_workers,
-            self.cpu_buffer_size,
-            rows.fault_rules(layouts, self.fault_rules),
-        )
+        settings = replace(self, fault_rules=rows.fault_rules(layouts, self.fault_rules))
         saved_feeds = rows.to_save(layouts, jax.process_index())
-        host = HostStreams(rows, options, yields, saved_feeds)
+        host = HostStreams(rows, settings, yields, saved_feeds)
         # The size of local batches says nothing about the batches of other hosts.
         global_size = rows.unpadded_size if yields != LOCAL else None
         return self._sharded(ds.after(rows), host, lambda: global_size)
