@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -103,6 +104,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
         # Turn number -> the turns with this number so far, or errors in their place.
         self._taken: dict[int, list[Turn | Raised]] = {}
         self._next = 0  # number of the next turns to join
+        self._failed = sys.maxsize  # number of the first turn that failed
         self._left_out = 0  # number of turns of each stream that made no result
         self._is_joining = False  # True while a thread makes a result
         self._is_over = False  # True after an error or the end: no further result is made
@@ -132,8 +134,10 @@ class _TurnTasks(Tasks[T], Generic[T]):
             turn: The turn, or its error. A stream that has raised an error gives no further turn.
         """
         with self._lock:
-            if isinstance(turn, Turn):  # a stream that has failed stays busy, so it is not drawn
+            if isinstance(turn, Turn):
                 self._busy.discard(reader)
+            else:  # the stream stays busy, so it is not drawn any more
+                self._failed = min(self._failed, number)
             self._taken.setdefault(number, []).append(turn)
         while (turns := self._next_turns()) is not None:
             # `_next_turns` has set `_is_joining`: no other thread changes `_next` and `_left_out`.
@@ -165,8 +169,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
         """
         with self._lock:
             turns = self._taken.get(self._next, [])
-            failed = any(isinstance(turn, Raised) for turn in turns)
-            is_complete = failed or len(turns) == len(self._drawn)
+            is_complete = len(turns) == len(self._drawn) or self._next == self._failed
             if self._is_joining or self._is_over or not is_complete:
                 return None
             self._is_joining = True
