@@ -117,9 +117,9 @@ def test_it_rests_the_longer_the_more_often_nothing_helped():
     ("threads", "seconds_per_record", "at_a_time"),
     [
         (1, None, 1),  # no record was read yet
-        (1, 1e-5, 400),  # as many as take 4 ms
-        (1, 1e-4, 256),  # or a batch
-        (16, 1e-3, 16),  # or the thread's share of one
+        (16, 1e-4, 40),  # as many as take 4 ms
+        (1, 1e-5, 64),  # but no more than 64
+        (16, 1e-3, 16),  # or the thread's share of a batch
         (16, 5e-3, 8),  # but no more than take 40 ms
         (16, 1.0, 1),
         (128, 1e-3, 4),

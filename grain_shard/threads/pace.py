@@ -27,8 +27,9 @@ _FIRST_WINDOW_S = _WINDOW_S / 8
 # Shorter tasks would cost too much: a task costs 100 us of processor time. A task takes an equal
 # share of a batch for each thread if that is more, but no more than it can read in _LONGEST_TASK_S
 # seconds. In a longer task, slow records would wait for each other, although other threads could
-# read them.
-_TASK_S, _LONGEST_TASK_S = 4e-3, 40e-3
+# read them. If the source suddenly becomes slow, a task takes longer than was expected, which its
+# number of records limits: 64 reads of 50 ms take 3 seconds.
+_TASK_S, _LONGEST_TASK_S, _TASK_RECORDS = 4e-3, 40e-3, 64
 # If the loop waits for batches less than this share of the time, the number of threads will do.
 _FED = 0.1
 # If the process keeps fewer processors busy than this, no thread computes: all threads wait.
@@ -235,7 +236,7 @@ class ReadPace:
         if not seconds:
             return 1
         share = min(batch_size // self.threads, int(_LONGEST_TASK_S / seconds))
-        return max(1, share, int(_TASK_S / seconds))
+        return min(max(1, share, int(_TASK_S / seconds)), _TASK_RECORDS)
 
     def begun(self, now: float) -> None:
         """Notes that a thread begins a task, at a time of `time.perf_counter`.
