@@ -1,6 +1,7 @@
 """The first record of a source is compared with that of a restored state, at the first batch."""
 
 import dataclasses
+import threading
 from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from PIL import Image
 import grain_shard
 from grain_shard import StateError
 from grain_shard.digest import element_digest
+from grain_shard.reading.first_record import FirstRecord
 from tests.conftest import data_mesh, ids
 from tests.pipelines import after, flat, going_on, shared_out
 from tests.programs import run
@@ -144,6 +146,24 @@ def test_the_first_record_is_read_once_more_for_all_epochs_of_a_dataset(build):
     in_first_pass = len(asked)
     ids(ds)
     assert in_first_pass == len(asked) - in_first_pass + 1
+
+
+def test_two_threads_read_the_first_record_once():
+    """The loop asks for it once the threads of the pool have been told to stop."""
+    reads, others = [], []
+
+    def read(index, record):
+        reads.append(index)
+        if len(reads) == 1:
+            others.append(threading.Thread(target=first_record.run))
+            others[0].start()
+            others[0].join(0.2)  # it must wait, so this thread cannot wait until it ends
+        return record
+
+    first_record = FirstRecord(records(Files([0], read)))
+    first_record.run()
+    others[0].join()
+    assert reads == [0]
 
 
 def test_a_source_that_is_not_known_is_not_compared():

@@ -8,6 +8,7 @@ user, because the user's functions may be random.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,14 +42,17 @@ class FirstRecord:
         self._sources = [node for node in sources if type(node) is SOURCE and len(node)]
         self.digest: str = ""
         self.is_read: bool = not self._sources
+        # Held during the read. The loop also calls `run` once the pool has ended, and a thread of
+        # the pool may still be inside.
+        self._reading = threading.Lock()
 
     def run(self) -> tuple[()]:
         """Reads the record and sets `digest`, unless that was done before. Makes no batch."""
-        if self.is_read:
-            return ()
-        with contextlib.suppress(Exception):  # the loop raises the error when it reads this record
-            self.digest = digest([element_digest(node[0]) for node in self._sources])
-        self.is_read = True
+        with self._reading:
+            if not self.is_read:
+                with contextlib.suppress(Exception):  # the loop raises the error when it reads it
+                    self.digest = digest([element_digest(node[0]) for node in self._sources])
+                self.is_read = True
         return ()
 
 
