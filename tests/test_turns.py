@@ -83,6 +83,18 @@ def test_a_task_takes_turns_with_the_same_number_of_as_many_streams_as_are_free(
     assert tasks.draw(limit=2).size == 3
 
 
+def test_a_task_takes_no_further_turn_once_it_is_stopped(monkeypatch):
+    """A stream that has become slow would hold up `close` by the turns of all other streams."""
+    pace = ReadPace(1)
+    monkeypatch.setattr(pace, "at_a_time", lambda streams: 5)
+    streams = [
+        Stream(k, lambda number, turn: tasks.stop() if number == 2 else None) for k in range(5)
+    ]
+    tasks = tasks_of(streams, rows_of, pace)
+    assert list(tasks.draw(limit=1).run()) == []
+    assert [stream.turns for stream in streams] == [1, 1, 1, 0, 0]
+
+
 def test_all_streams_are_read_at_once():
     together = threading.Barrier(3)
     with pool_of([Stream(k, lambda *_: together.wait(HANG_S)) for k in range(3)]) as pool:

@@ -25,6 +25,9 @@ from grain_shard.threads.worker_processes import WorkerProcesses
 T = TypeVar("T")
 # The prefix of the names of the threads that take turns in a worker process.
 READS = "grain-shard-feeds"
+# The maximum number of turns of a task. A task costs as much as one or two short turns. If the
+# streams suddenly become slow, other streams wait for the rest of the task.
+_MOST_TURNS = 16
 # Makes a result, such as a batch, of one turn of each stream. Returns [result], or [] if the result
 # is left out. Raises StopIteration once streams have ended.
 Join = Callable[[Sequence[Turn]], Iterable[T]]
@@ -94,6 +97,9 @@ class _TurnTasks(Tasks[T], Generic[T]):
 
     The turns of a stream are numbered from 0. The turns with the same number make a result
     together. The task that completes them also makes the result.
+
+    Attributes:
+        is_stopped: True once nobody needs further turns.
     """
 
     def __init__(self, turns: Turns, join: Join[T], reads: StreamReads, pace: ReadPace):
@@ -108,6 +114,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
         self._left_out = 0  # number of turns of each stream that made no result
         self._is_joining = False  # True while a thread makes a result
         self._is_over = False  # True after an error or the end: no further result is made
+        self.is_stopped = False
 
     def draw(self, limit: int) -> Task[T] | None:
         with self._lock:
@@ -116,7 +123,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
             if number - self._left_out >= limit:
                 return None
             first = [reader for reader in free if self._drawn[reader] == number]
-            readers = first[: self._pace.at_a_time(len(self._drawn))]
+            readers = first[: min(self._pace.at_a_time(len(self._drawn)), _MOST_TURNS)]
             self._busy.update(readers)
             self._drawn.update(dict.fromkeys(readers, number + 1))
             return _TurnTask(self, readers, number, self._reads.rows)
@@ -176,6 +183,7 @@ class _TurnTasks(Tasks[T], Generic[T]):
             return self._taken.pop(self._next)
 
     def stop(self) -> None:
+        self.is_stopped = True
         self._reads.faults.stop()
 
     def close(self) -> None:
@@ -191,6 +199,8 @@ class _TurnTask(Generic[T]):
 
     def run(self) -> Iterator[tuple[int, T | Raised]]:
         for reader in self._readers:
+            if self._tasks.is_stopped:
+                return
             try:
                 turn: Turn | Raised = reader.turn(self._rows)
             except BaseException as error:

@@ -210,7 +210,9 @@ class ReadPace:
         # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
         self._waits: deque[tuple[float, int]] = deque()
         self._is_decided = fixed is not None  # True once the first reads have given a number
-        self._first_reads = 0  # number of unfinished reads that began before the first one was done
+        # Number of reads that must still end before the first decision: at first, as many as were
+        # unfinished when the first one ended. 0 before that.
+        self._first_reads = 0
         # Wall-clock and processor seconds of a record in the fastest of the first reads.
         self._fastest = math.inf, 0.0
         self._changed = 0.0  # time of the last change of the number of threads
@@ -245,12 +247,11 @@ class ReadPace:
         """
         self._pass(now)
         self._active += 1
-        if self.seconds_per_record is None and self._fixed is None:
+        if not self._is_decided:
             # A read that takes longer than it takes to start a thread most likely waits.
-            if not self._alone:
+            if self.seconds_per_record is None and not self._alone:
                 self.threads = min(max(self.threads, self._active + 1), self.count.most)
-            return
-        if self._window is None and self._active == self.threads:
+        elif self._fixed is None and self._window is None and self._active == self.threads:
             self._window = self._new_window(now)
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
@@ -313,7 +314,7 @@ class ReadPace:
             self._window, self._changed, self.threads = None, now, self.count.threads
 
     def _add_first(self, wall_s: float, processor_s: float) -> None:
-        """Adds one of the first reads, which ran side by side; after the last one, decides.
+        """Adds one of the first reads; after as many as ran side by side at first, decides.
 
         The fastest read decides. Others may have waited for each other, or have run code for the
         first time, which takes longer.

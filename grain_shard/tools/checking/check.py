@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -171,16 +172,21 @@ class _Check:
 
     def __init__(self, ds: ShardedDataset, batches: int, seconds: float):
         self._ds, self._seconds = ds, seconds
-        self._until = time.monotonic() + seconds
-        # All proofs together take about as long as ten such readings.
-        self._reference = Reference(read_alone(ds), batches, time.monotonic() + seconds / 10)
+        self._batches, self._until = batches, time.monotonic() + seconds
         self._levels = levels(ds)
+
+    @functools.cached_property
+    def _reference(self) -> Reference:
+        """The batches as one thread alone reads them."""
+        # All proofs together take about as long as ten such readings.
+        until = time.monotonic() + self._seconds / 10
+        return Reference(read_alone(self._ds), self._batches, until)
 
     def lines(self, apart_from: Any) -> Iterator[Line]:
         """Makes one proof after the other, and yields the line of each."""
-        ds, reference = self._ds, self._reference
         if apart_from is not None:
             yield self._apart(apart_from)
+        ds, reference = self._ds, self._reference
         yield self._shapes()
         yield self._of_records()
         yield self._proof(
