@@ -178,6 +178,19 @@ def test_a_window_with_more_threads_begins_when_as_many_read(monkeypatch):
     assert window.rate == pytest.approx(3 / ((0.4 + 0.4 + 0.2) / 3))
 
 
+def test_a_window_does_not_end_at_the_moment_at_which_it_begins(monkeypatch):
+    """A coarse clock gives two ends the same time; the first one begins the window."""
+    clock = Clock()
+    clock.reads(0.0, 0.1)
+    monkeypatch.setattr(clock.pace, "threads", 3)  # two reads do not begin a window
+    for _ in range(2):
+        clock.pace.begun(0.1)
+    monkeypatch.setattr(clock.pace, "threads", 1)
+    for _ in range(2):
+        clock.pace.done(0.1, 0.2, 0.0, 1)
+    assert clock.pace.threads == 1
+
+
 def test_there_are_no_more_threads_than_the_system_allows():
     clock = Clock()
     clock.pace.limit(3)

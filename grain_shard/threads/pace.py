@@ -298,9 +298,11 @@ class ReadPace:
         if window.tasks < self.threads:
             return
         seconds = now - window.start
-        cores = (self._process_time() - window.process_start) / max(seconds, 1e-9)
+        if not (seconds and window.wall_s):
+            return  # a coarse clock has not moved
+        cores = (self._process_time() - window.process_start) / seconds
         # If all threads wait, a longer window would show nothing new.
-        if not window.wall_s or (seconds < self._window_s and cores >= _IDLE_CORES):
+        if seconds < self._window_s and cores >= _IDLE_CORES:
             return
         # Little's law: (mean number of unfinished reads) / (seconds that a record takes).
         rate = window.active_s / seconds * window.records / window.wall_s
